@@ -77,81 +77,62 @@ from eval.report.plots import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 
 
-def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
-    """Read the result of a condition that an earlier start measured; None if there is none.
-
-    Raises:
-        InputError: the result has other settings.
-    """
-    path = Path(run.out_dir) / "acceptance.json"
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    if found.get("config") != to_json(run):
-        raise InputError(f"out_dir: {path} is of other settings; choose another out_dir")
-    return found
-
-
-def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
-    """Make a table with a row per condition; `tokens` is the median of the prompts' tokens."""
-    rows = _build_condition_rows(results)
-    parts = [
-        part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
-    ]
-    table = Table(title="Acceptance by condition")
-    table.add_column("condition", overflow="fold")
-    for column in ("prompts", "tokens", "tau, 95%", "as vLLM", "tree", *parts):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, row in rows.items():
-        bounds = "" if row["tau_ci95"] is None else f" {format_interval(row['tau_ci95'])}"
-        keys = ("per_draft", "tau_tree", *(f"tau_{part}" for part in parts))
-        figures = (row[key] for key in keys)
-        table.add_row(
-            name or "as given", str(row["num_prompts"]), f"{row['prompt_tokens']:.0f}",
-            f"{row['tau']:.2f}{bounds}",
-            *("-" if figure is None else f"{figure:.2f}" for figure in figures),
-        )  # fmt: skip
-    return table
+def main(config: AcceptanceRun) -> None:
+    """Measure a head, under each condition if there are several."""
+    if not config.conditions:
+        with open_measurement(config, RESULT, may_use_engines=True) as bench:
+            if measure_and_report(bench, config):
+                print_speedup_command(config)
+        return
+    fill_default_paths(config, prompts=True)
+    results: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+        first: Measurement | None = None
+        for name, run in build_condition_runs(config).items():
+            if (found := load_finished_result(run)) is not None:
+                results[name] = found
+                continue
+            bench = stack.enter_context(
+                open_measurement(run, RESULT, may_use_engines=True, like=first)
+            )
+            first = first or bench
+            if bench.is_main_process:
+                Console().rule(name or "as given")
+            results[name] = measure_and_report(bench, run)
+    if first is None or first.is_main_process:
+        console = Console()
+        console.print(build_conditions_table(results))
+        files = write_conditions(config, results)
+        plot_comparison(results, files[-1], "")
+        console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
+        print_speedup_command(config)
 
 
-def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]]) -> list[Path]:
-    """Write `conditions.json`, a row per condition.
+def print_speedup_command(config: AcceptanceRun) -> None:
+    """Name the command that measures the same drafts in seconds."""
+    same = following.collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
+    following.print_next_command("acceptance", same | {"out_dir": config.out_dir})
+
+
+def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, Any]:
+    """Measure, print, and write `acceptance.json`, its picture and files for other tools.
 
     Returns:
-        The file, and the picture that goes beside it.
-
-    Raises:
-        InputError: it cannot be written.
+        The contents of `acceptance.json`; empty in all processes but the first.
     """
-    path = Path(config.out_dir) / CONDITIONS_FILE
-    rows = _build_condition_rows(results)
-    content = {"head": config.head.path, "target": config.target.path, "conditions": rows}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise InputError(f"out_dir={config.out_dir}: cannot write {path}: {error}") from error
-    return [path, path.with_suffix(".png")]
-
-
-def _build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    rows = {}
-    for name, result in results.items():
-        parts = {part: figures["tau"] for part, figures in result["by_part"].items()}
-        rows[name] = {
-            "num_prompts": result["num_prompts"],
-            "prompt_tokens": statistics.median(row["prompt_tokens"] for row in result["prompts"]),
-            "tau": result["tau"],
-            "tau_ci95": result["tau_ci95"],
-            "per_draft": result["acceptance_length"]["drafts"]["pooled"],
-            "tau_tree": select_tree_figures(result)["tau"],
-            "tau_thinking": parts.get("thinking"),
-            "tau_answer": parts.get("answer"),
-            "alpha": result["alpha"],
-            "mode": result["mode"],
-            "conditions": result["conditions"],
-        }
-    return rows
+    with open_jsonl_store(config, RESULT, bench) as journal:
+        result = measure_acceptance(bench, config, journal)
+    if not bench.is_main_process:
+        return {}
+    console = Console()
+    print_acceptance(result, console)
+    path = write_result(config, RESULT, result, bench)
+    written: dict[str, Any] = json.loads(path.read_text())
+    plot_acceptance(written, path.with_suffix(".png"))
+    console.print(format_conditions(written), highlight=False, markup=False)
+    files = [path, path.with_suffix(".png"), *export_results(written, path.parent)]
+    console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
+    return written
 
 
 def measure_acceptance(
@@ -263,62 +244,81 @@ def print_acceptance(result: dict[str, Any], console: Console) -> None:
     print_acceptance_lengths(result["acceptance_length"], console)
 
 
-def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, Any]:
-    """Measure, print, and write `acceptance.json`, its picture and files for other tools.
+def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
+    """Read the result of a condition that an earlier start measured; None if there is none.
+
+    Raises:
+        InputError: the result has other settings.
+    """
+    path = Path(run.out_dir) / "acceptance.json"
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    if found.get("config") != to_json(run):
+        raise InputError(f"out_dir: {path} is of other settings; choose another out_dir")
+    return found
+
+
+def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
+    """Make a table with a row per condition; `tokens` is the median of the prompts' tokens."""
+    rows = _build_condition_rows(results)
+    parts = [
+        part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
+    ]
+    table = Table(title="Acceptance by condition")
+    table.add_column("condition", overflow="fold")
+    for column in ("prompts", "tokens", "tau, 95%", "as vLLM", "tree", *parts):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        bounds = "" if row["tau_ci95"] is None else f" {format_interval(row['tau_ci95'])}"
+        keys = ("per_draft", "tau_tree", *(f"tau_{part}" for part in parts))
+        figures = (row[key] for key in keys)
+        table.add_row(
+            name or "as given", str(row["num_prompts"]), f"{row['prompt_tokens']:.0f}",
+            f"{row['tau']:.2f}{bounds}",
+            *("-" if figure is None else f"{figure:.2f}" for figure in figures),
+        )  # fmt: skip
+    return table
+
+
+def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]]) -> list[Path]:
+    """Write `conditions.json`, a row per condition.
 
     Returns:
-        The contents of `acceptance.json`; empty in all processes but the first.
+        The file, and the picture that goes beside it.
+
+    Raises:
+        InputError: it cannot be written.
     """
-    with open_jsonl_store(config, RESULT, bench) as journal:
-        result = measure_acceptance(bench, config, journal)
-    if not bench.is_main_process:
-        return {}
-    console = Console()
-    print_acceptance(result, console)
-    path = write_result(config, RESULT, result, bench)
-    written: dict[str, Any] = json.loads(path.read_text())
-    plot_acceptance(written, path.with_suffix(".png"))
-    console.print(format_conditions(written), highlight=False, markup=False)
-    files = [path, path.with_suffix(".png"), *export_results(written, path.parent)]
-    console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
-    return written
+    path = Path(config.out_dir) / CONDITIONS_FILE
+    rows = _build_condition_rows(results)
+    content = {"head": config.head.path, "target": config.target.path, "conditions": rows}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"out_dir={config.out_dir}: cannot write {path}: {error}") from error
+    return [path, path.with_suffix(".png")]
 
 
-def main(config: AcceptanceRun) -> None:
-    """Measure a head, under each condition if there are several."""
-    if not config.conditions:
-        with open_measurement(config, RESULT, may_use_engines=True) as bench:
-            if measure_and_report(bench, config):
-                print_speedup_command(config)
-        return
-    fill_default_paths(config, prompts=True)
-    results: dict[str, dict[str, Any]] = {}
-    with ExitStack() as stack:
-        first: Measurement | None = None
-        for name, run in build_condition_runs(config).items():
-            if (found := load_finished_result(run)) is not None:
-                results[name] = found
-                continue
-            bench = stack.enter_context(
-                open_measurement(run, RESULT, may_use_engines=True, like=first)
-            )
-            first = first or bench
-            if bench.is_main_process:
-                Console().rule(name or "as given")
-            results[name] = measure_and_report(bench, run)
-    if first is None or first.is_main_process:
-        console = Console()
-        console.print(build_conditions_table(results))
-        files = write_conditions(config, results)
-        plot_comparison(results, files[-1], "")
-        console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
-        print_speedup_command(config)
-
-
-def print_speedup_command(config: AcceptanceRun) -> None:
-    """Name the command that measures the same drafts in seconds."""
-    same = following.collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
-    following.print_next_command("acceptance", same | {"out_dir": config.out_dir})
+def _build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    rows = {}
+    for name, result in results.items():
+        parts = {part: figures["tau"] for part, figures in result["by_part"].items()}
+        rows[name] = {
+            "num_prompts": result["num_prompts"],
+            "prompt_tokens": statistics.median(row["prompt_tokens"] for row in result["prompts"]),
+            "tau": result["tau"],
+            "tau_ci95": result["tau_ci95"],
+            "per_draft": result["acceptance_length"]["drafts"]["pooled"],
+            "tau_tree": select_tree_figures(result)["tau"],
+            "tau_thinking": parts.get("thinking"),
+            "tau_answer": parts.get("answer"),
+            "alpha": result["alpha"],
+            "mode": result["mode"],
+            "conditions": result["conditions"],
+        }
+    return rows
 
 
 if __name__ == "__main__":

@@ -20,6 +20,45 @@ from conf.settings.training import TrainRun
 from data.rows.data_files import check_data_paths
 from heads.folders import check_head_files, check_target_files
 
+VANILLA = "vanilla"
+
+
+BASELINES = (VANILLA, "generate")
+"""Methods without drafting. Both always run, and speed-ups are over the faster one."""
+
+
+METHODS = {
+    VANILLA: "the engine without drafts",
+    "generate": "transformers' generate",
+    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1, no recurrent target",
+    "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
+    "draft_chain": "draft.path",
+    "draft_tree": "draft.path with the target's tokenizer",
+    "prompt_lookup": "nothing",
+    "ngram": "nothing",
+    "suffix": "nothing",
+    "recycling": "nothing",
+    "lookahead": "nothing",
+    "early_exit": "a target whose layers all have keys of their own",
+    "skip_layers": "as early_exit; prompts beyond data.num_prompts for its search, or "
+    "self_draft.skip",
+}
+"""Methods without a head, with a description or their needs."""
+
+
+OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
+"""Ways of a head to draft, after the kind of head, as in `medusa_tree`."""
+
+
+CONDITIONS_FILE = "conditions.json"
+
+
+CHANGEABLE = (
+    *("data", "num_turns", "max_new_tokens", "seed"),
+    *("mode", "temperature", "top_p", "top_k", "min_p"),
+)
+"""Settings and groups of settings that a condition may change."""
+
 
 def check_inputs(run: Any) -> None:
     """Refuse a target, data or heads that do not exist, if the command has them.
@@ -62,48 +101,37 @@ def check_measurement(run: MeasureRun, result: str) -> None:
     check_inputs(run)
 
 
-VANILLA = "vanilla"
-BASELINES = (VANILLA, "generate")
-"""Methods without drafting. Both always run, and speed-ups are over the faster one."""
-METHODS = {
-    VANILLA: "the engine without drafts",
-    "generate": "transformers' generate",
-    "generate_lookup": "generate with prompt_lookup_num_tokens; batch_size=1, no recurrent target",
-    "generate_assisted": "generate with assistant_model=draft.path; as generate_lookup",
-    "draft_chain": "draft.path",
-    "draft_tree": "draft.path with the target's tokenizer",
-    "prompt_lookup": "nothing",
-    "ngram": "nothing",
-    "suffix": "nothing",
-    "recycling": "nothing",
-    "lookahead": "nothing",
-    "early_exit": "a target whose layers all have keys of their own",
-    "skip_layers": "as early_exit; prompts beyond data.num_prompts for its search, or "
-    "self_draft.skip",
-}
-"""Methods without a head, with a description or their needs."""
-OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
-"""Ways of a head to draft, after the kind of head, as in `medusa_tree`."""
+def check_training(config: TrainRun) -> None:
+    """Refuse a used `out_dir`, and a target, data or head that do not exist.
 
-
-def list_methods() -> dict[str, str]:
-    """Every method, with a description or its needs.
-
-    With several heads of a kind, later ones are called `eagle_tree_2` and so on, in the order of
-    `head.path` and `heads`.
+    Raises:
+        InputError: naming the setting.
     """
-    from heads.kinds import HEADS  # imports torch, for which a refused name does not wait
+    check_run_folder(Path(config.out_dir), config.train.resume)
+    check_inputs(config)
 
-    of_heads: dict[str, str] = {}
-    for name, kind in HEADS.items():
-        of_heads |= {f"{name}_{way}": kind.name_with_article for way in ("chain", "tree", "suffix")}
-        of_heads[f"{name}_cut"] = (
-            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this "
-            "depth"
+
+def check_run_folder(out_dir: Path, resume: str | None) -> None:
+    """Refuse to write over another run.
+
+    Raises:
+        InputError: `out_dir` is a file, or is not empty and nothing is resumed.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise InputError(f"out_dir={out_dir}: is a file; name a folder")
+    taken = out_dir.is_dir() and any(out_dir.iterdir())
+    inside = resume == "auto" or (
+        resume is not None and Path(resume).resolve().is_relative_to(out_dir.resolve())
+    )
+    if taken and not inside:
+        raise InputError(
+            f"out_dir={out_dir}: is not empty; name another folder, or continue its run with "
+            "train.resume=auto"
         )
-        if kind.has_static_tree:
-            of_heads[f"{name}_typical"] = f"{kind.name_with_article}; temperature above 0; lossy"
-    return METHODS | of_heads
+    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
+        raise InputError(
+            f"train.resume={resume}: no such folder; type auto or the folder of a checkpoint"
+        )
 
 
 def check_method_words(names: Sequence[str]) -> None:
@@ -138,19 +166,30 @@ def check_methods(names: Sequence[str]) -> None:
         raise InputError(f"methods={sorted(unknown)}: unknown; allowed: all, {', '.join(known)}")
 
 
+def list_methods() -> dict[str, str]:
+    """Every method, with a description or its needs.
+
+    With several heads of a kind, later ones are called `eagle_tree_2` and so on, in the order of
+    `head.path` and `heads`.
+    """
+    from heads.kinds import HEADS  # imports torch, for which a refused name does not wait
+
+    of_heads: dict[str, str] = {}
+    for name, kind in HEADS.items():
+        of_heads |= {f"{name}_{way}": kind.name_with_article for way in ("chain", "tree", "suffix")}
+        of_heads[f"{name}_cut"] = (
+            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this "
+            "depth"
+        )
+        if kind.has_static_tree:
+            of_heads[f"{name}_typical"] = f"{kind.name_with_article}; temperature above 0; lossy"
+    return METHODS | of_heads
+
+
 def strip_head_number(name: str) -> str:
     """Name of a further head's method, without its number."""
     stem, _, number = name.rpartition("_")
     return stem if number.isdigit() else name
-
-
-CONDITIONS_FILE = "conditions.json"
-
-CHANGEABLE = (
-    *("data", "num_turns", "max_new_tokens", "seed"),
-    *("mode", "temperature", "top_p", "top_k", "min_p"),
-)
-"""Settings and groups of settings that a condition may change."""
 
 
 def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
@@ -201,36 +240,3 @@ def _apply_condition(config: AcceptanceRun, name: str) -> AcceptanceRun:
         raise InputError(f"conditions: {name!r}: {error}") from None
     assert isinstance(changed, AcceptanceRun)
     return changed
-
-
-def check_training(config: TrainRun) -> None:
-    """Refuse a used `out_dir`, and a target, data or head that do not exist.
-
-    Raises:
-        InputError: naming the setting.
-    """
-    check_run_folder(Path(config.out_dir), config.train.resume)
-    check_inputs(config)
-
-
-def check_run_folder(out_dir: Path, resume: str | None) -> None:
-    """Refuse to write over another run.
-
-    Raises:
-        InputError: `out_dir` is a file, or is not empty and nothing is resumed.
-    """
-    if out_dir.exists() and not out_dir.is_dir():
-        raise InputError(f"out_dir={out_dir}: is a file; name a folder")
-    taken = out_dir.is_dir() and any(out_dir.iterdir())
-    inside = resume == "auto" or (
-        resume is not None and Path(resume).resolve().is_relative_to(out_dir.resolve())
-    )
-    if taken and not inside:
-        raise InputError(
-            f"out_dir={out_dir}: is not empty; name another folder, or continue its run with "
-            "train.resume=auto"
-        )
-    if resume not in (None, "auto") and not Path(str(resume)).is_dir():
-        raise InputError(
-            f"train.resume={resume}: no such folder; type auto or the folder of a checkpoint"
-        )

@@ -32,7 +32,12 @@ from heads.decoding.tree import Tree
 from heads.target_model.model import Target
 
 PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
+
+
 TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
+
+
+WAITS = ("first_token_ms", "between_tokens_ms")
 
 
 def summarise_speedup(
@@ -64,14 +69,6 @@ def summarise_speedup(
             bench.embeddings_and_output_head.tokenizer, methods, runs, config.num_texts
         ),
     }
-
-
-def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
-    """Choose the faster method without drafting: what a user would run without a head."""
-    speeds = {
-        name: compute_tokens_per_s(name, runs, "total") for name in BASELINES if name in methods
-    }
-    return max(speeds, key=lambda name: speeds[name])
 
 
 def _summarise_method(
@@ -166,17 +163,20 @@ def _sum_captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
     return {"num": round(num), "seconds": seconds}
 
 
-def _median_total(seconds: Iterable[list[float]]) -> float:
-    """Seconds of all prompts, each with its median over repeats."""
-    return sum(map(statistics.median, seconds))
+def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
+    """Static tree with the share of passes that accepted each node."""
+    counts = Counter(node for g in texts for path in g.paths for node in path)
+    num_steps = max(1, sum(len(g.paths) for g in texts))
+    rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
+    return {"parents": list(tree.parents), "ranks": list(tree.ranks), "acceptance": rates}
 
 
-def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
-    """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
-    counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
-    return sum(counts) / max(
-        _median_total(run.seconds_per_repeat(name, part) for run in runs), 1e-9
-    )
+def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
+    """Choose the faster method without drafting: what a user would run without a head."""
+    speeds = {
+        name: compute_tokens_per_s(name, runs, "total") for name in BASELINES if name in methods
+    }
+    return max(speeds, key=lambda name: speeds[name])
 
 
 def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
@@ -222,12 +222,17 @@ def compute_speedup_interval(
     return bootstrap_interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
 
 
-def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
-    """Static tree with the share of passes that accepted each node."""
-    counts = Counter(node for g in texts for path in g.paths for node in path)
-    num_steps = max(1, sum(len(g.paths) for g in texts))
-    rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
-    return {"parents": list(tree.parents), "ranks": list(tree.ranks), "acceptance": rates}
+def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
+    """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
+    counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
+    return sum(counts) / max(
+        _median_total(run.seconds_per_repeat(name, part) for run in runs), 1e-9
+    )
+
+
+def _median_total(seconds: Iterable[list[float]]) -> float:
+    """Seconds of all prompts, each with its median over repeats."""
+    return sum(map(statistics.median, seconds))
 
 
 def compare_greedy_texts(
@@ -321,9 +326,6 @@ def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
     return pieces
 
 
-WAITS = ("first_token_ms", "between_tokens_ms")
-
-
 def summarise_batch_size(
     methods: Iterable[str], runs: list[PromptRun], seed: int
 ) -> dict[str, Any]:
@@ -373,6 +375,16 @@ def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
     return stop
 
 
+def print_concurrency(result: dict[str, Any], console: Console) -> None:
+    """Print the table, and the size from which each method no longer helps."""
+    console.print(build_concurrency_table(result["concurrency"]))
+    for name in result["methods"]:
+        if name not in result["baselines"]:
+            size = find_break_even_size(result["concurrency"], name)
+            says = "pays at all of them" if size is None else f"no longer pays from {size} on"
+            console.print(f"{name}: {says}", highlight=False)
+
+
 def build_concurrency_table(sizes: dict[str, Any]) -> Table:
     """A row per method and batch size of `concurrency` in a result."""
     table = Table(title="Texts at a time; ms to the first token and between tokens, p50 and p99")
@@ -390,16 +402,6 @@ def build_concurrency_table(sizes: dict[str, Any]) -> Table:
             )  # fmt: skip
         table.add_section()
     return table
-
-
-def print_concurrency(result: dict[str, Any], console: Console) -> None:
-    """Print the table, and the size from which each method no longer helps."""
-    console.print(build_concurrency_table(result["concurrency"]))
-    for name in result["methods"]:
-        if name not in result["baselines"]:
-            size = find_break_even_size(result["concurrency"], name)
-            says = "pays at all of them" if size is None else f"no longer pays from {size} on"
-            console.print(f"{name}: {says}", highlight=False)
 
 
 def _format_wait(wait: dict[str, float] | None) -> str:

@@ -17,124 +17,32 @@ from rich.table import Table
 
 from eval.decode.engine import Step
 
+Item = TypeVar("Item")
+
+
 Ratio = tuple[int, int]
+
+
+Interval = tuple[float, float] | None
+
+
+NUM_BOOTSTRAPS = 1000
+
+
 LENGTH_DEFINITIONS = {
     "passes": "tau: tokens per pass",
     "drafts": "1 + accepted / drafts, as vLLM",
     "first_token": "with the prompt's token, as SGLang",
     "first_pass": "with its pass too, as Model-Optimizer",
 }
+
+
 MEANS = ("pooled", "turns", "dialogues")
+
+
 FEWEST = 725
 """Tokens of the shortest prompts with a length name; above, the nearest power of two from 1,024 is
 used."""
-
-
-@dataclass(frozen=True)
-class PassCounts:
-    """Sums of a text, from which its acceptance lengths follow.
-
-    Attributes:
-        dialogue: dialogue of the text.
-        num_passes: verify passes.
-        num_drafts: verify passes with drafts.
-        num_accepted: accepted draft tokens.
-        num_emitted: tokens of the text after the first.
-    """
-
-    dialogue: int
-    num_passes: int
-    num_drafts: int
-    num_accepted: int
-    num_emitted: int
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> "PassCounts":
-        """Make the sums of a row of `PromptSteps.row`."""
-        n = len(row["emitted"])
-        # Passes without draft tokens are no drafts; if these were not counted, all passes are.
-        drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
-        return cls(row["dialogue"], n, drafts, sum(row["accepted"]), sum(row["emitted"]))
-
-    @property
-    def ratios(self) -> dict[str, Ratio]:
-        """Numerator and denominator by count."""
-        drafts, n, emitted = self.num_drafts, self.num_passes, self.num_emitted
-        return {
-            "passes": (emitted, n),
-            "drafts": (drafts + self.num_accepted, drafts),
-            "first_token": (emitted + 1, n),
-            "first_pass": (emitted + 1, n + 1),
-        }
-
-
-def compute_acceptance_lengths(texts: Sequence[PassCounts]) -> dict[str, dict[str, float | None]]:
-    """All counts under all means; None if nothing was counted."""
-    return {count: _compute_means(count, texts) for count in LENGTH_DEFINITIONS}
-
-
-def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """1 + accepted / drafts, as vLLM prints it."""
-    return _compute_means("drafts", list(map(PassCounts.from_row, rows)))["pooled"]
-
-
-def print_acceptance_lengths(
-    lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
-) -> None:
-    """Print a row per count and a column per mean."""
-    table = Table(title=f"Acceptance length of {whose}, as others define it")
-    table.add_column("counted")
-    for name in ("pooled", "mean over turns", "over dialogues"):
-        table.add_column(name, justify="right")
-    for count, means in lengths.items():
-        row = (means[mean] for mean in MEANS)
-        table.add_row(
-            LENGTH_DEFINITIONS[count], *("-" if each is None else f"{each:.3f}" for each in row)
-        )
-    console.print(table)
-
-
-def _compute_means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
-    turns = [text.ratios[count] for text in texts]
-    dialogues: dict[int, list[Ratio]] = {}
-    for text, ratio in zip(texts, turns, strict=True):
-        dialogues.setdefault(text.dialogue, []).append(ratio)
-    return {
-        "pooled": _average_ratios([_sum_ratios(turns)]),
-        "turns": _average_ratios(turns),
-        "dialogues": _average_ratios(map(_sum_ratios, dialogues.values())),
-    }
-
-
-def _sum_ratios(ratios: Sequence[Ratio]) -> Ratio:
-    return sum(above for above, _ in ratios), sum(below for _, below in ratios)
-
-
-def _average_ratios(ratios: Iterable[Ratio]) -> float | None:
-    """Average ratios. A text of one token has no pass, and engines give no figure for it."""
-    values = [above / below for above, below in ratios if below]
-    return sum(values) / len(values) if values else None
-
-
-def count_accepted_histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
-    """[depth + 1] numbers of passes by accepted draft tokens, without bonus tokens."""
-    passes = [0] * (depth + 1)
-    for row in rows:
-        for accepted in row["accepted"]:
-            passes[accepted] += 1
-    return passes
-
-
-def format_length_bucket(prompt_tokens: int) -> str:
-    """Name the length of a prompt by the nearest power of two: `8k` for 5,793 to 11,585 tokens."""
-    if prompt_tokens < FEWEST:
-        return "<1k"
-    return f"{2 ** round(math.log2(prompt_tokens) - 10)}k"
-
-
-Item = TypeVar("Item")
-Interval = tuple[float, float] | None
-NUM_BOOTSTRAPS = 1000
 
 
 @dataclass(frozen=True)
@@ -170,6 +78,53 @@ class PromptSteps:
             "accepted": [step.num_accepted for step in self.steps],
             "emitted": [step.num_emitted for step in self.steps],
         }
+
+
+def summarise_acceptance(
+    prompts: Sequence[PromptSteps], depth: int, seed: int
+) -> dict[str, object]:
+    """Figures of `acceptance.json` that only need the steps."""
+    rows = [prompt.build_row() for prompt in prompts]
+
+    def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
+        """Figures of groups, in the order of their keys."""
+        groups: dict[str, list[PromptSteps]] = {}
+        for prompt in sorted(prompts, key=key):
+            groups.setdefault(name_of(key(prompt)), []).append(prompt)
+        return {
+            name: {
+                "tau": tau(members),
+                "ci95": compute_tau_interval(members, seed),
+                "per_draft": compute_mean_acceptance_length(
+                    [member.build_row() for member in members]
+                ),
+                "alpha": alpha(members, depth),
+                "num_prompts": len(members),
+            }
+            for name, members in groups.items()
+        }
+
+    counted = all(prompt.prompt_tokens for prompt in prompts)
+    return {
+        "draft_tokens": max((size for p in prompts for size in p.drafted), default=depth),
+        "tau": tau(prompts),
+        "tau_ci95": compute_tau_interval(prompts, seed),
+        "acceptance_length": compute_acceptance_lengths(list(map(PassCounts.from_row, rows))),
+        "alpha": alpha(prompts, depth),
+        "per_position": per_position(prompts, depth),
+        "histogram": count_accepted_histogram(rows, depth),
+        "by_category": by(lambda prompt: prompt.category, str),
+        "by_input_length": by(lambda prompt: prompt.prompt_tokens, format_length_bucket)
+        if counted
+        else {},
+        "by_part": by_part(prompts, depth),
+        "num_prompts": len(prompts),
+        "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
+        "num_steps": sum(len(prompt.steps) for prompt in prompts),
+        "num_drafted": sum(sum(prompt.drafted) for prompt in prompts),
+        "num_accepted": sum(step.num_accepted for prompt in prompts for step in prompt.steps),
+        "prompts": rows,
+    }
 
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
@@ -227,6 +182,113 @@ def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, A
     }
 
 
+def select_tree_figures(result: dict[str, Any]) -> dict[str, Any]:
+    """The tree's part of an `acceptance.json`."""
+    return result["static_tree"] if "static_tree" in result else result["dynamic_tree"]
+
+
+def count_accepted_histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
+    """[depth + 1] numbers of passes by accepted draft tokens, without bonus tokens."""
+    passes = [0] * (depth + 1)
+    for row in rows:
+        for accepted in row["accepted"]:
+            passes[accepted] += 1
+    return passes
+
+
+def format_length_bucket(prompt_tokens: int) -> str:
+    """Name the length of a prompt by the nearest power of two: `8k` for 5,793 to 11,585 tokens."""
+    if prompt_tokens < FEWEST:
+        return "<1k"
+    return f"{2 ** round(math.log2(prompt_tokens) - 10)}k"
+
+
+@dataclass(frozen=True)
+class PassCounts:
+    """Sums of a text, from which its acceptance lengths follow.
+
+    Attributes:
+        dialogue: dialogue of the text.
+        num_passes: verify passes.
+        num_drafts: verify passes with drafts.
+        num_accepted: accepted draft tokens.
+        num_emitted: tokens of the text after the first.
+    """
+
+    dialogue: int
+    num_passes: int
+    num_drafts: int
+    num_accepted: int
+    num_emitted: int
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> "PassCounts":
+        """Make the sums of a row of `PromptSteps.row`."""
+        n = len(row["emitted"])
+        # Passes without draft tokens are no drafts; if these were not counted, all passes are.
+        drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
+        return cls(row["dialogue"], n, drafts, sum(row["accepted"]), sum(row["emitted"]))
+
+    @property
+    def ratios(self) -> dict[str, Ratio]:
+        """Numerator and denominator by count."""
+        drafts, n, emitted = self.num_drafts, self.num_passes, self.num_emitted
+        return {
+            "passes": (emitted, n),
+            "drafts": (drafts + self.num_accepted, drafts),
+            "first_token": (emitted + 1, n),
+            "first_pass": (emitted + 1, n + 1),
+        }
+
+
+def compute_acceptance_lengths(texts: Sequence[PassCounts]) -> dict[str, dict[str, float | None]]:
+    """All counts under all means; None if nothing was counted."""
+    return {count: _compute_means(count, texts) for count in LENGTH_DEFINITIONS}
+
+
+def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """1 + accepted / drafts, as vLLM prints it."""
+    return _compute_means("drafts", list(map(PassCounts.from_row, rows)))["pooled"]
+
+
+def _compute_means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
+    turns = [text.ratios[count] for text in texts]
+    dialogues: dict[int, list[Ratio]] = {}
+    for text, ratio in zip(texts, turns, strict=True):
+        dialogues.setdefault(text.dialogue, []).append(ratio)
+    return {
+        "pooled": _average_ratios([_sum_ratios(turns)]),
+        "turns": _average_ratios(turns),
+        "dialogues": _average_ratios(map(_sum_ratios, dialogues.values())),
+    }
+
+
+def _sum_ratios(ratios: Sequence[Ratio]) -> Ratio:
+    return sum(above for above, _ in ratios), sum(below for _, below in ratios)
+
+
+def _average_ratios(ratios: Iterable[Ratio]) -> float | None:
+    """Average ratios. A text of one token has no pass, and engines give no figure for it."""
+    values = [above / below for above, below in ratios if below]
+    return sum(values) / len(values) if values else None
+
+
+def print_acceptance_lengths(
+    lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
+) -> None:
+    """Print a row per count and a column per mean."""
+    table = Table(title=f"Acceptance length of {whose}, as others define it")
+    table.add_column("counted")
+    for name in ("pooled", "mean over turns", "over dialogues"):
+        table.add_column(name, justify="right")
+    for count, means in lengths.items():
+        row = (means[mean] for mean in MEANS)
+        table.add_row(
+            LENGTH_DEFINITIONS[count], *("-" if each is None else f"{each:.3f}" for each in row)
+        )
+    console.print(table)
+
+
 def bootstrap_interval(
     groups: Sequence[Item],
     figure: Callable[[Sequence[Item], Sequence[int]], float],
@@ -256,14 +318,6 @@ def bootstrap_interval(
     return draws[int(0.025 * NUM_BOOTSTRAPS)], draws[int(0.975 * NUM_BOOTSTRAPS)]
 
 
-def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
-    """Prompts of each dialogue."""
-    dialogues: dict[int, list[PromptSteps]] = {}
-    for prompt in prompts:
-        dialogues.setdefault(prompt.dialogue, []).append(prompt)
-    return list(dialogues.values())
-
-
 def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     """95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
     # Sums stand for a dialogue's passes.
@@ -274,9 +328,12 @@ def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
 
 
-def _compute_tau(sums: Sequence[tuple[int, int]]) -> float:
-    num_emitted, num_steps = map(sum, zip(*sums, strict=True))
-    return num_emitted / num_steps if num_steps else 1.0
+def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
+    """Prompts of each dialogue."""
+    dialogues: dict[int, list[PromptSteps]] = {}
+    for prompt in prompts:
+        dialogues.setdefault(prompt.dialogue, []).append(prompt)
+    return list(dialogues.values())
 
 
 def compare_tau(
@@ -306,6 +363,11 @@ def compare_tau(
     return difference(groups), bootstrap_interval(groups, lambda drawn, _: difference(drawn), seed)
 
 
+def _compute_tau(sums: Sequence[tuple[int, int]]) -> float:
+    num_emitted, num_steps = map(sum, zip(*sums, strict=True))
+    return num_emitted / num_steps if num_steps else 1.0
+
+
 def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
     """`p50` and `p99` of waits, given in s, in ms; each is the median over repeats."""
     if not all(repeats):
@@ -320,55 +382,3 @@ def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | Non
 def format_interval(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
     """An interval as text; a dash if there is none."""
     return "-" if bounds is None else between.join(f"{bound:.{digits}f}" for bound in bounds)
-
-
-def select_tree_figures(result: dict[str, Any]) -> dict[str, Any]:
-    """The tree's part of an `acceptance.json`."""
-    return result["static_tree"] if "static_tree" in result else result["dynamic_tree"]
-
-
-def summarise_acceptance(
-    prompts: Sequence[PromptSteps], depth: int, seed: int
-) -> dict[str, object]:
-    """Figures of `acceptance.json` that only need the steps."""
-    rows = [prompt.build_row() for prompt in prompts]
-
-    def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
-        """Figures of groups, in the order of their keys."""
-        groups: dict[str, list[PromptSteps]] = {}
-        for prompt in sorted(prompts, key=key):
-            groups.setdefault(name_of(key(prompt)), []).append(prompt)
-        return {
-            name: {
-                "tau": tau(members),
-                "ci95": compute_tau_interval(members, seed),
-                "per_draft": compute_mean_acceptance_length(
-                    [member.build_row() for member in members]
-                ),
-                "alpha": alpha(members, depth),
-                "num_prompts": len(members),
-            }
-            for name, members in groups.items()
-        }
-
-    counted = all(prompt.prompt_tokens for prompt in prompts)
-    return {
-        "draft_tokens": max((size for p in prompts for size in p.drafted), default=depth),
-        "tau": tau(prompts),
-        "tau_ci95": compute_tau_interval(prompts, seed),
-        "acceptance_length": compute_acceptance_lengths(list(map(PassCounts.from_row, rows))),
-        "alpha": alpha(prompts, depth),
-        "per_position": per_position(prompts, depth),
-        "histogram": count_accepted_histogram(rows, depth),
-        "by_category": by(lambda prompt: prompt.category, str),
-        "by_input_length": by(lambda prompt: prompt.prompt_tokens, format_length_bucket)
-        if counted
-        else {},
-        "by_part": by_part(prompts, depth),
-        "num_prompts": len(prompts),
-        "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
-        "num_steps": sum(len(prompt.steps) for prompt in prompts),
-        "num_drafted": sum(sum(prompt.drafted) for prompt in prompts),
-        "num_accepted": sum(step.num_accepted for prompt in prompts for step in prompt.steps),
-        "prompts": rows,
-    }

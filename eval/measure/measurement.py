@@ -60,24 +60,6 @@ from heads.target_model.remote import RemoteTarget
 Item = TypeVar("Item")
 
 
-def join_processes() -> PartialState:
-    """Join the processes of this launch; without a launch there is one.
-
-    Raises:
-        InputError: they do not see each other.
-    """
-    cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    # A process that is done waits for the others, whose prompts may be much longer.
-    state = PartialState(cpu=cpu, timeout=timedelta(days=30))
-    check_launch(os.environ, state.num_processes)
-    return state
-
-
-def gather_items(items: list[Item]) -> list[Item]:
-    """Collect the items of all processes, in process order, on every process."""
-    return gather_object(items) if PartialState().num_processes > 1 else items
-
-
 NUM_SPARE = 8
 
 
@@ -264,12 +246,6 @@ def _iter_leak_warnings(head: MeasuredHead, records: LoadedRecords) -> Iterator[
                 f"{head.path}: {words} on data.path itself, so the {fitted}'s figures are too "
                 "good; measure on other prompts"
             )
-
-
-def _print_notes(*lines: str | None) -> None:
-    for line in lines:
-        if line is not None:
-            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _select_spare_prompts(
@@ -479,3 +455,27 @@ def _how_run(bench: Measurement) -> dict[str, Any]:
 def _join_number_lists(text: str) -> str:
     """Indented JSON with each list of numbers on one line; strings contain no line breaks."""
     return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+
+
+def join_processes() -> PartialState:
+    """Join the processes of this launch; without a launch there is one.
+
+    Raises:
+        InputError: they do not see each other.
+    """
+    cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    # A process that is done waits for the others, whose prompts may be much longer.
+    state = PartialState(cpu=cpu, timeout=timedelta(days=30))
+    check_launch(os.environ, state.num_processes)
+    return state
+
+
+def gather_items(items: list[Item]) -> list[Item]:
+    """Collect the items of all processes, in process order, on every process."""
+    return gather_object(items) if PartialState().num_processes > 1 else items
+
+
+def _print_notes(*lines: str | None) -> None:
+    for line in lines:
+        if line is not None:
+            Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)

@@ -23,6 +23,17 @@ SHORT = 8
 """Digits of a checksum to show."""
 
 
+GOLDEN = "golden.yaml"
+
+
+PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+SIMULATED = (
+    "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token"
+)
+
+
 def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
     """Collect the conditions that figures of acceptance depend on, besides target and head.
 
@@ -95,13 +106,6 @@ def _format_sampling(result: Mapping[str, Any]) -> str:
     usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     changed = [f"{key} {result[key]:g}" for key, value in usual.items() if result[key] != value]
     return ", ".join([f"temperature {result['temperature']:g}", *changed])
-
-
-GOLDEN = "golden.yaml"
-PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
-SIMULATED = (
-    "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token"
-)
 
 
 def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -18,6 +18,9 @@ from conf.errors import InputError
 MISSING = object()
 
 
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
 class EngineConfig:
     """JSON object of `config.json`.
 
@@ -120,9 +123,6 @@ def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConf
         if place.require_key(key, kind, otherwise) != first:
             raise place.make_error(key, f"{first!r}, as at the other place in the file")
     return first
-
-
-KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class RopeKeys(Enum):

@@ -28,6 +28,17 @@ NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Distance in nats within which rounding may swap two logits."""
 
 
+NUM_RENDERED = 3
+"""Prompts that the server renders for comparison."""
+
+
+ENOUGH = 8
+"""Differing tokens from which on a repetition penalty may be named as the cause."""
+
+
+_TEMPLATE = "chat template: the server renders conversations in another way"
+
+
 @dataclass(frozen=True)
 class DifferingToken:
     """A token of a server that the target would not have chosen.
@@ -120,113 +131,6 @@ def replay_server_text(
     return CheckedText(served, replayed, others, near_ties)
 
 
-def summarise_counts(
-    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
-) -> dict[str, object]:
-    """Compute acceptance from a server's counts, under every definition that the counts allow.
-
-    A server whose drafts end with the text does not count passes without drafts. Its result has no
-    lengths per pass.
-    """
-    passes = [
-        PassCounts(
-            prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1
-        )
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
-    dialogues: dict[int, list[PassCounts]] = {}
-    for each in passes:
-        dialogues.setdefault(each.dialogue, []).append(each)
-    return {
-        "acceptance_length": {
-            count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
-        },
-        "per_draft_ci95": bootstrap_interval(list(dialogues.values()), _per_draft, seed),
-        "per_position": [count / max(1, total.drafts) for count in total.accepted],
-        "num_drafts": total.drafts,
-        "num_drafted": total.proposed,
-        "num_accepted": sum(total.accepted),
-        "accepted": total.accepted,
-        "num_tokens": sum(len(text.text) for text in texts),
-    }
-
-
-def _per_draft(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
-    """1 + accepted / drafts, of dialogues that were drawn."""
-    drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
-    accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
-    return 1 + accepted / max(1, drafts)
-
-
-def format_count_differences(
-    texts: Sequence[CheckedText], depth: int, tolerance: float
-) -> list[str]:
-    """List the counts that differ from the replay, a line each.
-
-    Args:
-        texts: all texts of a server.
-        depth: draft tokens of a pass.
-        tolerance: allowed difference of two sums, as a share of the greater.
-    """
-    theirs = DraftCounts.from_texts([text.served for text in texts], depth)
-    ours = DraftCounts.from_texts([text.replayed for text in texts], depth)
-    counts = {
-        "drafts": (ours.drafts, theirs.drafts),
-        "draft tokens": (ours.proposed, theirs.proposed),
-    }
-    for place, pair in enumerate(zip(ours.accepted, theirs.accepted, strict=True), start=1):
-        counts[f"accepted at depth {place}"] = pair
-    return [
-        f"{name}: {a} by replay, {b} by the server"
-        for name, (a, b) in counts.items()
-        if abs(a - b) > tolerance * max(a, b)
-    ]
-
-
-def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
-    """Index of the first prompt whose counts differ from the replay's; None if all agree."""
-    differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
-    return next(differ, None)
-
-
-NUM_RENDERED = 3
-"""Prompts that the server renders for comparison."""
-ENOUGH = 8
-"""Differing tokens from which on a repetition penalty may be named as the cause."""
-
-
-def compare_chat_template(
-    server: ServingEngine, prompts: Sequence[Prompt]
-) -> tuple[str | None, int]:
-    """Compare a few prompts with the server's own rendering of their conversations.
-
-    Returns:
-        The difference, or None; and the number of prompts compared, 0 if the server renders no
-        conversations.
-    """
-    some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
-    for number, prompt in enumerate(some):
-        try:
-            theirs = server.render_prompt(prompt.messages, prompt.tools, prompt.template_kwargs)
-        except InputError:  # chats are refused; prompts of token ids may do
-            return None, number
-        ours = prompt.token_ids
-        if isinstance(theirs, int):
-            if theirs != len(ours):
-                found = f"{theirs} tokens by the server, {len(ours)} here"
-                return f"{_TEMPLATE}: {prompt.location} has {found}", number + 1
-        elif theirs != ours:
-            place = count_common_prefix(theirs, ours)
-            ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
-            found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
-            return f"{_TEMPLATE}: in {prompt.location} {found}", number + 1
-    return None, len(some)
-
-
-_TEMPLATE = "chat template: the server renders conversations in another way"
-
-
 def diagnose_differences(
     server: ServingEngine,
     prompts: Sequence[Prompt],
@@ -288,6 +192,104 @@ def _other_texts(
         f"target: {found}: {server.model} is another model than target.path, or an adapter or a "
         f"quantisation of it{adapters}"
     )
+
+
+def compare_chat_template(
+    server: ServingEngine, prompts: Sequence[Prompt]
+) -> tuple[str | None, int]:
+    """Compare a few prompts with the server's own rendering of their conversations.
+
+    Returns:
+        The difference, or None; and the number of prompts compared, 0 if the server renders no
+        conversations.
+    """
+    some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
+    for number, prompt in enumerate(some):
+        try:
+            theirs = server.render_prompt(prompt.messages, prompt.tools, prompt.template_kwargs)
+        except InputError:  # chats are refused; prompts of token ids may do
+            return None, number
+        ours = prompt.token_ids
+        if isinstance(theirs, int):
+            if theirs != len(ours):
+                found = f"{theirs} tokens by the server, {len(ours)} here"
+                return f"{_TEMPLATE}: {prompt.location} has {found}", number + 1
+        elif theirs != ours:
+            place = count_common_prefix(theirs, ours)
+            ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
+            found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
+            return f"{_TEMPLATE}: in {prompt.location} {found}", number + 1
+    return None, len(some)
+
+
+def format_count_differences(
+    texts: Sequence[CheckedText], depth: int, tolerance: float
+) -> list[str]:
+    """List the counts that differ from the replay, a line each.
+
+    Args:
+        texts: all texts of a server.
+        depth: draft tokens of a pass.
+        tolerance: allowed difference of two sums, as a share of the greater.
+    """
+    theirs = DraftCounts.from_texts([text.served for text in texts], depth)
+    ours = DraftCounts.from_texts([text.replayed for text in texts], depth)
+    counts = {
+        "drafts": (ours.drafts, theirs.drafts),
+        "draft tokens": (ours.proposed, theirs.proposed),
+    }
+    for place, pair in enumerate(zip(ours.accepted, theirs.accepted, strict=True), start=1):
+        counts[f"accepted at depth {place}"] = pair
+    return [
+        f"{name}: {a} by replay, {b} by the server"
+        for name, (a, b) in counts.items()
+        if abs(a - b) > tolerance * max(a, b)
+    ]
+
+
+def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
+    """Index of the first prompt whose counts differ from the replay's; None if all agree."""
+    differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
+    return next(differ, None)
+
+
+def summarise_counts(
+    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
+) -> dict[str, object]:
+    """Compute acceptance from a server's counts, under every definition that the counts allow.
+
+    A server whose drafts end with the text does not count passes without drafts. Its result has no
+    lengths per pass.
+    """
+    passes = [
+        PassCounts(
+            prompt.dialogue, text.drafts, text.drafts, sum(text.accepted), len(text.text) - 1
+        )
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
+    dialogues: dict[int, list[PassCounts]] = {}
+    for each in passes:
+        dialogues.setdefault(each.dialogue, []).append(each)
+    return {
+        "acceptance_length": {
+            count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
+        },
+        "per_draft_ci95": bootstrap_interval(list(dialogues.values()), _per_draft, seed),
+        "per_position": [count / max(1, total.drafts) for count in total.accepted],
+        "num_drafts": total.drafts,
+        "num_drafted": total.proposed,
+        "num_accepted": sum(total.accepted),
+        "accepted": total.accepted,
+        "num_tokens": sum(len(text.text) for text in texts),
+    }
+
+
+def _per_draft(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
+    """1 + accepted / drafts, of dialogues that were drawn."""
+    drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
+    accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
+    return 1 + accepted / max(1, drafts)
 
 
 def summarise_checks(texts: Sequence[CheckedText]) -> dict[str, Any]:

@@ -8,6 +8,20 @@ from heads.decoding.tree import Tree
 from heads.devices import to_device
 from heads.target_model.model import FeatureLayers
 
+NUM_SUCCESSORS = 8
+
+
+CPU_NODES, GPU_NODES = 8, 80
+"""Nodes of the default tree: as many as pay on a core, and the paper's."""
+
+
+DEPTH = 6
+
+
+ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
+"""Rates at which each successor was right below a right token, for a small chat model; equal at
+every depth."""
+
 
 class _Table:
     """One text, with the token that followed each of its n-grams.
@@ -152,20 +166,6 @@ class NgramModel(_FromText):
     table = _Followers
 
 
-NUM_SUCCESSORS = 8
-CPU_NODES, GPU_NODES = 8, 80
-"""Nodes of the default tree: as many as pay on a core, and the paper's."""
-DEPTH = 6
-ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
-"""Rates at which each successor was right below a right token, for a small chat model; equal at
-every depth."""
-
-
-def recycling_tree(num_tokens: int) -> Tree:
-    """Make the tree of the likeliest nodes."""
-    return Tree.from_accuracies([ACCURACY] * DEPTH, num_tokens)
-
-
 class SuccessorTable:
     """Best candidates after each token, shared by the drafters of a target."""
 
@@ -227,3 +227,8 @@ class Recycling:
 
     def insert_row(self, row: int, other: "Recycling") -> None:
         """Do nothing, as texts share the table."""
+
+
+def recycling_tree(num_tokens: int) -> Tree:
+    """Make the tree of the likeliest nodes."""
+    return Tree.from_accuracies([ACCURACY] * DEPTH, num_tokens)

@@ -16,6 +16,14 @@ from torch.nn.functional import pad
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.target_model.model import FeatureLayers
 
+KEPT = 0.5
+"""Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
+equal for drafts of 1 and of 20 tokens."""
+
+
+MEMORY = 0.8
+"""Weight of the mean of all earlier steps against one new step."""
+
 
 class _Run:
     """Run of tokens.
@@ -93,50 +101,6 @@ class SuffixTree:
                     run.add_followers()
                 going.append(run)
         return going
-
-
-def _draft_best_chain(
-    runs: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
-) -> tuple[list[int], float]:
-    """Draft after `root`, and the number of its tokens expected to be right.
-
-    Args:
-        runs: runs of a text that ends before `root`, see `SuffixTree.grow`.
-        root: next token of the text.
-        num_tokens: largest number of draft tokens.
-        factor: largest number of draft tokens per token of the continued run.
-        min_prob: the draft ends when its probability falls below this.
-    """
-    best: tuple[list[int], float] = ([], 0.0)
-    for length in range(len(runs), 0, -1):
-        most = min(num_tokens, int(factor * length))
-        if most <= best[1]:
-            break
-        followers = runs[length - 1].followers
-        assert followers is not None
-        run = followers.get(root)
-        if run is not None:
-            drafted = _draft_after_run(run, most, min_prob)
-            best = max(best, drafted, key=lambda draft: draft[1])
-    return best
-
-
-def _draft_after_run(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]:
-    """Draft at most `most` tokens after a run, with the sum of their probabilities."""
-    tokens: list[int] = []
-    probability, score = 1.0, 0.0
-    while run.followers is not None and run.best is not None and len(tokens) < most:
-        probability *= run.best.count / run.total
-        if probability < min_prob:
-            return tokens, score
-        run = run.best
-        tokens.append(run.token)
-        score += probability
-    if run.followers is None:
-        copied = run.text[run.end : run.end + most - len(tokens)]
-        score += probability * len(copied)
-        tokens += copied
-    return tokens, score
 
 
 class SuffixDrafter:
@@ -222,11 +186,48 @@ class _Text:
         self.answer_runs = self.answers.add_last_token(self.answer_runs, self.tokens)
 
 
-KEPT = 0.5
-"""Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
-equal for drafts of 1 and of 20 tokens."""
-MEMORY = 0.8
-"""Weight of the mean of all earlier steps against one new step."""
+def _draft_best_chain(
+    runs: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
+) -> tuple[list[int], float]:
+    """Draft after `root`, and the number of its tokens expected to be right.
+
+    Args:
+        runs: runs of a text that ends before `root`, see `SuffixTree.grow`.
+        root: next token of the text.
+        num_tokens: largest number of draft tokens.
+        factor: largest number of draft tokens per token of the continued run.
+        min_prob: the draft ends when its probability falls below this.
+    """
+    best: tuple[list[int], float] = ([], 0.0)
+    for length in range(len(runs), 0, -1):
+        most = min(num_tokens, int(factor * length))
+        if most <= best[1]:
+            break
+        followers = runs[length - 1].followers
+        assert followers is not None
+        run = followers.get(root)
+        if run is not None:
+            drafted = _draft_after_run(run, most, min_prob)
+            best = max(best, drafted, key=lambda draft: draft[1])
+    return best
+
+
+def _draft_after_run(run: _Run, most: int, min_prob: float) -> tuple[list[int], float]:
+    """Draft at most `most` tokens after a run, with the sum of their probabilities."""
+    tokens: list[int] = []
+    probability, score = 1.0, 0.0
+    while run.followers is not None and run.best is not None and len(tokens) < most:
+        probability *= run.best.count / run.total
+        if probability < min_prob:
+            return tokens, score
+        run = run.best
+        tokens.append(run.token)
+        score += probability
+    if run.followers is None:
+        copied = run.text[run.end : run.end + most - len(tokens)]
+        score += probability * len(copied)
+        tokens += copied
+    return tokens, score
 
 
 class HybridDrafter:
