@@ -89,7 +89,7 @@ def check_parity(folder: Path, engine: str | None = None) -> ParityResult:
             names the file and the tensor or key.
     """
     by_kind = readers_by_kind()
-    golden = load_reference_logits(folder, list(by_kind))
+    golden = load_reference_logits(folder, sorted(by_kind))
     export = load_export(folder, engine, golden)
     reader = by_kind[export.kind].get(export.format)
     if reader is None:

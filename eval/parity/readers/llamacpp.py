@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from eval.parity.blocks import BlockShape, ServedBlocks
 from eval.parity.decoder import EMBEDDING, OUTPUT
-from eval.parity.eagle import EagleShape, EngineConventions, Presence
 from eval.parity.engine_config import EngineConfig, Rope, RopeKeys, parse_rope
 from eval.parity.export_files import Export, ReferenceLogits
 from eval.parity.gguf import GgufMetadata
-from eval.parity.readers.dflash2 import DFlash2Settings, ServedDFlash2
-from eval.parity.readers.dspark import ServedDSpark
-from eval.parity.readers.eagle import ServedEagle
+from eval.parity.readers.blocks import (
+    BlockShape,
+    DFlash2Settings,
+    ServedBlocks,
+    ServedDFlash2,
+    ServedDSpark,
+)
+from eval.parity.readers.eagle import EagleShape, EngineConventions, Presence, ServedEagle
 
 FORMATS = {kind: ("llamacpp",) for kind in ("eagle3", "dflash", "dflash2", "dspark")}
 LAYER = {

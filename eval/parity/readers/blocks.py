@@ -1,12 +1,17 @@
-"""Block drafters as serving engines read them: what `config.json` builds, and its logits.
+"""Reader of exported block drafters, DFlash, DFlash-2 and DSpark, that computes their logits.
+
+Names, keys and defaults are those of the serving engines.
 
 Sources, read November 2026: vLLM 0.32 `models/qwen3_dflash.py`, `models/qwen3_dspark.py`,
-`configs/speculators/`; SGLang 0.5 `models/dflash.py`; z-lab/dflash `model.py`. Letters: S rows of a
-text, s of them before a block, R rows of a block, D slots, H hidden, W drafted ids, r compared ids.
+`configs/speculators/`; SGLang 0.5 `models/dflash.py`; z-lab/dflash `model.py`.
+
+Letters: S rows of a text, s of them before a block, R rows of a block, D slots, H hidden, G groups
+of channels, V vocabulary, W drafted ids, r compared ids or, for a selector or a Markov head, rank.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +28,90 @@ TITLES = {
     "original": "the authors' code",
     "llamacpp": "llama.cpp",
 }
+FORMATS = dict.fromkeys(
+    ("dflash", "dflash2", "dspark"), ("vllm", "sglang", "speculators", "original")
+)
+ARCHITECTURES = {
+    "dflash": dict.fromkeys(FORMATS["dflash"], "DFlashDraftModel"),
+    "dflash2": dict.fromkeys(FORMATS["dflash2"], "DFlash2DraftModel"),
+    "dspark": dict.fromkeys(FORMATS["dspark"], "Qwen3DSparkModel")
+    | {"speculators": "DSparkDraftModel"},
+}
+"""Class names by kind of head and format."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+SELECTOR = "candidate_selector."
+MARKOV_FIRST, MARKOV_SECOND = "markov_head.markov_w1", "markov_head.markov_w2"
+MARKOV_GATE, MARKOV_JOINT = "markov_head.gate_proj", "markov_head.joint_proj"
+CONFIDENCE = "confidence_head.proj"
+
+
+def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
+    """Build the head of an export. See `eval.parity.parity_check.Reader`."""
+    reader = BlockConfigReader(export, golden)
+    builders: dict[str, Callable[[BlockConfigReader], ServedBlocks]] = {
+        "dflash": _build_dflash, "dflash2": _build_dflash2, "dspark": _build_dspark,
+    }  # fmt: skip
+    return builders[export.kind](reader)
+
+
+def _build_dflash(reader: "BlockConfigReader") -> "ServedBlocks":
+    return ServedBlocks(reader.export, reader.golden, _parse_dflash_shape(reader), {})
+
+
+def _build_dflash2(reader: "BlockConfigReader") -> "ServedDFlash2":
+    shape = _parse_dflash_shape(reader)
+    block = reader.root if reader.is_speculators else reader.root.get_section("dflash_config")
+    # Rows of a block see each other.
+    block.check_allowed("causal", False)
+    block.check_allowed("sliding_window_non_causal", True)
+    values: dict[str, Any] = {
+        field.name: block.require_key(field.name, int, "refuses the head")
+        if field.default is MISSING
+        else block.require_key(field.name, float, "scales nothing")
+        for field in fields(DFlash2Settings)
+        if field.default is MISSING or block.has_key(field.name)
+    }
+    return ServedDFlash2(reader.export, reader.golden, shape, DFlash2Settings(**values))
+
+
+def _build_dspark(reader: "BlockConfigReader") -> "ServedDSpark":
+    export, root, guesses = reader.export, reader.root, "guesses, and vLLM not as speculators does"
+    anchored = root.require_key("sample_from_anchor", bool, guesses)
+    causal = (
+        reader.parse_speculators_causal()
+        if reader.is_speculators
+        else reader.parse_causal(root, "is_causal")
+    )
+    shape = reader.parse_shape(root, anchored=anchored, causal=causal)
+    markov = root.require_key("markov_head_type", str, "takes vanilla")
+    served = ("vanilla",) if export.format == "vllm" else ("vanilla", "gated", "rnn")
+    root.check_allowed("markov_head_type", *served)
+    rank = root.require_key("markov_rank", int, "takes 256 or none")
+    with_markov = root.require_key("confidence_head_with_markov", bool, "takes false, or true")
+    has_confidence = root.require_key("enable_confidence_head", bool, "takes false, or true")
+    return ServedDSpark(
+        export, reader.golden, shape, markov=markov, rank=rank,
+        confidence_size=shape.hidden_size + rank * with_markov if has_confidence else 0,
+    )  # fmt: skip
+
+
+def _parse_dflash_shape(reader: "BlockConfigReader") -> "BlockShape":
+    """Read the shape of a head whose masked rows draft the tokens at their own places.
+
+    Raises:
+        InputError: as in `BlockConfigReader.parse_shape`.
+    """
+    root = reader.root
+    if reader.is_speculators:
+        root.check_equal(
+            "sample_from_anchor", False, "as rows draft the token at their place", "guesses"
+        )
+        return reader.parse_shape(root, anchored=False, causal=reader.parse_speculators_causal())
+    block = root.get_section("dflash_config")
+    causal = reader.parse_causal(block, "causal")
+    root.check_allowed("is_causal", causal)
+    root.check_allowed("sample_from_anchor", False)
+    return reader.parse_shape(block, anchored=False, causal=causal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +159,10 @@ class BlockConfigReader:
     Args:
         export: the engine's files.
         golden: sizes of the target.
-        architectures: class names by engine's format, with `speculators` if it has a class.
     """
 
-    def __init__(
-        self, export: Export, golden: ReferenceLogits, architectures: dict[str, str]
-    ) -> None:
-        self.export, self.golden, self.architectures = export, golden, architectures
+    def __init__(self, export: Export, golden: ReferenceLogits) -> None:
+        self.export, self.golden = export, golden
         self.is_speculators = export.format == "speculators"
         file, title = export.folder / "config.json", TITLES[export.format]
         self.root = EngineConfig(export.config, file, title)
@@ -125,7 +210,7 @@ class BlockConfigReader:
 
     def _check_constants(self) -> None:
         layer, golden, root = self.layer, self.golden, self.root
-        named = self.architectures[self.export.format]
+        named = ARCHITECTURES[self.export.kind][self.export.format]
         root.check_equal("architectures", [named], "its class", "finds no class")
         layer.check_equal("model_type", "qwen3", "its class", "finds no class")
         layer.check_equal("vocab_size", golden.vocab_size, "the target's", "takes 151936")
@@ -352,3 +437,139 @@ class ServedBlocks(ServedLayers):
             must["d2t"] = (shape.draft_vocab_size,)
             may["t2d"] = (shape.vocab_size,)
         self.check_tensors(self.export.tensors, must, may)
+
+
+@dataclass(frozen=True)
+class DFlash2Settings:
+    """Settings of a DFlash-2 head beyond DFlash's.
+
+    Attributes:
+        conv_kernel_size: taps of each convolution.
+        conv_group_size: channels that share a change of its kernel.
+        selector_rank: rank r of the selector.
+        selector_top_k: candidates of the selector.
+        input_embedding_scale, output_multiplier: factors of embeddings and logits.
+        final_logit_softcapping: soft cap of the logits; 0 without one.
+    """
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+
+class ServedDFlash2(ServedBlocks):
+    """Exported DFlash-2 head.
+
+    Args:
+        export, golden, shape: as in `ServedBlocks`.
+        settings: settings beyond DFlash's.
+    """
+
+    def __init__(
+        self, export: Export, golden: ReferenceLogits, shape: BlockShape, settings: DFlash2Settings
+    ) -> None:
+        self._settings, hidden = settings, shape.hidden_size
+        self._groups = hidden // settings.conv_group_size
+        taps, rank = settings.conv_kernel_size, settings.selector_rank
+        more: Shapes = {
+            f"{SELECTOR}predecessor_codebook": (shape.vocab_size, rank),
+            f"{SELECTOR}successor_codebook": (shape.vocab_size, rank),
+            f"{SELECTOR}hidden_projection.weight": (rank, hidden),
+        }
+        for number in range(shape.num_layers):
+            for name in ("attention_conv", "mlp_conv"):
+                conv = f"layers.{number}.{name}."
+                more[f"{conv}base_kernel"] = (2, taps, hidden)
+                more[f"{conv}kernel_projection.weight"] = (2 * taps * self._groups, hidden)
+        super().__init__(export, golden, shape, more)
+
+    def apply_sublayer(
+        self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """[R, H] output of a sublayer between two convolutions."""
+        base = self.weights[f"{name}_conv.base_kernel"]
+        change = self.apply_linear(inputs, f"{name}_conv.kernel_projection")
+        change = change.view(len(inputs), 2, self._settings.conv_kernel_size, self._groups)
+        return self._convolve_rows(
+            sublayer(self._convolve_rows(inputs, base[0], change[:, 0])), base[1], change[:, 1]
+        )
+
+    def _convolve_rows(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
+        """[R, H] computed row by row, each a sum over earlier rows."""
+        size, outputs = rows.shape[1] // self._groups, []
+        for row in range(len(rows)):
+            mixed = torch.zeros(rows.shape[1])
+            for tap in range(min(self._settings.conv_kernel_size, row + 1)):
+                kernel = base[tap] + change[row, tap].repeat_interleave(size)
+                mixed = mixed + kernel * rows[row - tap]
+            outputs.append(mixed)
+        return torch.stack(outputs)
+
+    def compute_slot_logits(
+        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[S, V] logits of each row's candidates, by the previous token; -inf for the others."""
+        first, second = (
+            self.weights[f"{SELECTOR}{n}_codebook"] for n in ("predecessor", "successor")
+        )
+        asked = first[before] * self.apply_linear(outputs, f"{SELECTOR}hidden_projection")
+        least = base.topk(min(self._settings.selector_top_k, base.shape[-1])).values[:, -1:]
+        unary = base * self._settings.output_multiplier
+        cap = self._settings.final_logit_softcapping
+        unary = torch.tanh(unary / cap) * cap if cap > 0 else unary
+        return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
+
+    def embed_block(self, row: int) -> Tensor:
+        """[R, H] scaled embeddings of the block after a row."""
+        return super().embed_block(row) * self._settings.input_embedding_scale
+
+
+class ServedDSpark(ServedBlocks):
+    """Exported DSpark head.
+
+    Args:
+        export, golden, shape: as in `ServedBlocks`.
+        markov: type of its Markov head.
+        rank: rank r of the Markov head.
+        confidence_size: input width of its confidence head; 0 without one.
+    """
+
+    def __init__(
+        self, export: Export, golden: ReferenceLogits, shape: BlockShape, *, markov: str, rank: int,
+        confidence_size: int,
+    ) -> None:  # fmt: skip
+        self._markov = markov
+        hidden = shape.hidden_size
+        more: Shapes = {
+            f"{MARKOV_FIRST}.weight": (shape.vocab_size, rank),
+            f"{MARKOV_SECOND}.weight": (shape.draft_vocab_size, rank),
+        }
+        if markov == "gated":
+            more |= {f"{MARKOV_GATE}.weight": (rank, hidden + rank), f"{MARKOV_GATE}.bias": (rank,)}
+        if markov == "rnn":
+            size = 3 * rank, 2 * rank + hidden
+            more |= {f"{MARKOV_JOINT}.weight": size, f"{MARKOV_JOINT}.bias": size[:1]}
+        if confidence_size:
+            more |= {f"{CONFIDENCE}.weight": (1, confidence_size), f"{CONFIDENCE}.bias": (1,)}
+        super().__init__(export, golden, shape, more)
+
+    def compute_slot_logits(
+        self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [S, W] of a slot, with those of the Markov head added."""
+        memory = self.weights[f"{MARKOV_FIRST}.weight"][before]
+        if self._markov == "gated":
+            memory = (
+                memory * self.apply_linear(torch.cat([outputs, memory], -1), MARKOV_GATE).sigmoid()
+            )
+        elif self._markov == "rnn":
+            state = torch.zeros_like(memory) if state is None else state
+            joint = self.apply_linear(torch.cat([state, memory, outputs], -1), MARKOV_JOINT)
+            gate, candidate, output = joint.chunk(3, -1)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+            memory = output.tanh()
+        return base + self.apply_linear(memory, MARKOV_SECOND), state
