@@ -46,15 +46,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from conf.command import run_record as following
 from conf.command.jsonl_store import JsonlStore
-from conf.command.run_record import to_json
+from conf.command.run_record import collect_changed_settings, print_next_command, to_json
 from conf.errors import InputError
 from conf.files import write_atomically
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode
-from eval.measure import measurement as processes
 from eval.measure.acceptance_stats import (
     PromptSteps,
     format_interval,
@@ -65,6 +63,7 @@ from eval.measure.acceptance_stats import (
 from eval.measure.measurement import (
     Measurement,
     compute_prompt_seed,
+    gather_items,
     open_jsonl_store,
     open_measurement,
     write_result,
@@ -110,8 +109,8 @@ def main(config: AcceptanceRun) -> None:
 
 def print_speedup_command(config: AcceptanceRun) -> None:
     """Name the command that measures the same drafts in seconds."""
-    same = following.collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
-    following.print_next_command("acceptance", same | {"out_dir": config.out_dir})
+    same = collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
+    print_next_command("acceptance", same | {"out_dir": config.out_dir})
 
 
 def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def measure_acceptance(
                 )
                 journal.append([{"id": number, **row}])
                 bar.update()
-    rows = processes.gather_items(journal.load_rows())
+    rows = gather_items(journal.load_rows())
     rows.sort(key=lambda row: (row["chain"]["turn"], row["chain"]["dialogue"]))
 
     def figures(name: str, depth: int) -> dict[str, object]:
@@ -180,7 +179,7 @@ def measure_acceptance(
 def _build_prompt_row(
     bench: Measurement, config: AcceptanceRun, prompt: Prompt, answered: AnswerWithStates | None
 ) -> dict[str, Any]:
-    """Steps of chain and tree, and for a replay also the chain's agreement per depth.
+    """Collect the steps of chain and tree on a prompt, and for a replay the chain's agreement.
 
     Args:
         bench: target and head.

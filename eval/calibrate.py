@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.measure import CalibrateRun
 from eval.preflight_checks import check_measurement
@@ -32,6 +31,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.command.jsonl_store import JsonlStore
+from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.errors import InputError
 from eval.compare.halves import decode_with_drafters, open_split_measurement
 from eval.decode.engine import Step, decode
@@ -109,7 +109,7 @@ def record_confidences(
 
 
 def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
-    """All steps of some prompts, with chains of `depth` tokens.
+    """Build the steps of whole chains from the recorded rows of some prompts.
 
     Raises:
         InputError: no steps.
@@ -149,7 +149,7 @@ def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -
 
 
 def build_report(fitted: ChainSteps, checked: ChainSteps, costs: ChainCosts) -> dict[str, Any]:
-    """Temperatures and threshold from one half of the prompts, and their effect on the other."""
+    """Fit temperatures and threshold on one half of the prompts, and check them on the other."""
     depth = fitted.logits.shape[1]
     calibration, without_offsets = fit_calibration(fitted), fit_calibration(fitted, [0.0])
     before, alone, after = (
@@ -260,10 +260,8 @@ def main(config: CalibrateRun) -> None:
     where = write_beside_head(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))
     console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
-    same = following.collect_changed_settings(config, "head", "target")
-    following.print_next_command(
-        "calibrate", same | following.prompts_for(bench.embeddings_and_output_head.name)
-    )
+    same = collect_changed_settings(config, "head", "target")
+    print_next_command("calibrate", same | prompts_for(bench.embeddings_and_output_head.name))
 
 
 if __name__ == "__main__":

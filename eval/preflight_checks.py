@@ -167,7 +167,7 @@ def check_methods(names: Sequence[str]) -> None:
 
 
 def list_methods() -> dict[str, str]:
-    """Every method, with a description or its needs.
+    """List every method by name, with a description or its needs.
 
     With several heads of a kind, later ones are called `eagle_tree_2` and so on, in the order of
     `head.path` and `heads`.
@@ -187,13 +187,13 @@ def list_methods() -> dict[str, str]:
 
 
 def strip_head_number(name: str) -> str:
-    """Name of a further head's method, without its number."""
+    """Strip the number from the name of a further head's method."""
     stem, _, number = name.rpartition("_")
     return stem if number.isdigit() else name
 
 
 def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
-    """Make the settings of each condition.
+    """Build the settings of each condition.
 
     Args:
         config: the settings, with `conditions`.

@@ -45,9 +45,15 @@ from eval.measure.acceptance_stats import format_interval, print_acceptance_leng
 from eval.measure.measurement import Measurement, open_jsonl_store, open_measurement, write_result
 from eval.measure.results import format_conditions
 from eval.report.plots import plot_concurrency
-from eval.serving import server_check as causes
-from eval.serving import server_load as load
-from eval.serving.server_check import CheckedText, replay_server_text, summarise_counts
+from eval.serving.server_check import (
+    CheckedText,
+    compare_chat_template,
+    diagnose_differences,
+    replay_server_text,
+    summarise_checks,
+    summarise_counts,
+)
+from eval.serving.server_load import WITH, WITHOUT, measure_passes, summarise_load
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class ServerAnswerWriter:
     def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """See `Writer`."""
+        """Yield number and answer of each prompt, as the server answers it."""
         for number, prompt in enumerate(prompts):
             yield number, self.server.request_answer(prompt, max_new_tokens).text
 
@@ -69,12 +75,12 @@ def main(config: ServeRun) -> None:
     CHECK(config)
     with ExitStack() as stack:
         servers = {
-            load.WITH: stack.enter_context(make_serving_engine(config, config.endpoint, "endpoint"))
+            WITH: stack.enter_context(make_serving_engine(config, config.endpoint, "endpoint"))
         }
-        server = servers[load.WITH]
+        server = servers[WITH]
         adopt_server_depth(config, server)
         if config.baseline is not None:
-            servers[load.WITHOUT] = stack.enter_context(
+            servers[WITHOUT] = stack.enter_context(
                 make_serving_engine(config, config.baseline, "baseline", drafts=False)
             )
         writer = ServerAnswerWriter(server)
@@ -94,8 +100,8 @@ def main(config: ServeRun) -> None:
             **measure_server_acceptance(bench, config, server, journal),
             "num_repeats": config.num_repeats,
             "concurrency": {
-                str(size): load.summarise_load(
-                    load.measure_passes(servers, bench.prompts, config, size, journal),
+                str(size): summarise_load(
+                    measure_passes(servers, bench.prompts, config, size, journal),
                     bench.prompts,
                     config.seed,
                 )
@@ -126,7 +132,7 @@ def make_serving_engine(
 
 
 def adopt_server_depth(config: ServeRun, server: ServingEngine) -> None:
-    """Take the server's depth, or refuses another one.
+    """Take the server's depth, or refuse another one.
 
     Raises:
         InputError: with both.
@@ -173,9 +179,9 @@ def measure_server_acceptance(
     """
     if not bench.heads or config.temperature:
         return {"served": None, "replayed": None, "texts": None, "problems": [], "prompts": []}
-    template, num_rendered = causes.compare_chat_template(server, bench.prompts)
+    template, num_rendered = compare_chat_template(server, bench.prompts)
     texts = list(iter_checked_texts(bench, config, server, journal))
-    found = causes.diagnose_differences(
+    found = diagnose_differences(
         server,
         bench.prompts,
         texts,
@@ -193,7 +199,7 @@ def measure_server_acceptance(
         "served": counted("served"),
         "replayed": counted("replayed"),
         "texts": {
-            **causes.summarise_checks(texts),
+            **summarise_checks(texts),
             "num_rendered_alike": num_rendered - bool(template),
         },
         "problems": [*([template] if template else []), *found],
@@ -234,7 +240,7 @@ def print_notice(line: str) -> None:
 def print_serve_result(result: dict[str, Any], console: Console) -> None:
     """Print acceptance by the server and by replay, then speed and waits."""
     served, replayed, texts = result["served"], result["replayed"], result["texts"]
-    engine = result["servers"][load.WITH]["engine"]
+    engine = result["servers"][WITH]["engine"]
     if texts is not None:
         print_acceptance_lengths(served["acceptance_length"], console, engine)
         console.print(

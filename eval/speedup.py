@@ -9,7 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.command.environment import check_compile
 from conf.settings.export import ExportFormat
@@ -32,14 +31,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from conf.command.run_record import collect_changed_settings, print_next_command
 from eval.compare.methods import build_methods, choose_methods
 from eval.compare.speedup_stats import print_concurrency, summarise_batch_size, summarise_speedup
 from eval.compare.timing import measure_methods
 from eval.decode.cuda_graphs import compute_num_slots
-from eval.measure import measurement as processes
 from eval.measure.acceptance_stats import format_interval
 from eval.measure.measurement import (
     compute_weight_checksums,
+    join_processes,
     open_jsonl_store,
     open_measurement,
     write_result,
@@ -89,7 +89,7 @@ def own_layer(config: SpeedupRun) -> list[str]:
 def main(config: SpeedupRun) -> None:
     """Measure, print, and write `speedup.json`, pictures, page and files for other tools."""
     check_methods(config.methods)
-    check_compile("compile", config.compile, processes.join_processes().device.type)
+    check_compile("compile", config.compile, join_processes().device.type)
     heads = [*config.heads, *own_layer(config)]
     bench = open_measurement(config, "speedup.json", heads)
     chosen = choose_methods(bench, config)
@@ -135,9 +135,9 @@ def tell_export(head: DraftHead, config: SpeedupRun) -> None:
         return
     path = Path(str(config.head.path))
     own = path.parent if path.name == "head" else Path("outputs") / path.name
-    following.print_next_command(
+    print_next_command(
         "speedup",
-        following.collect_changed_settings(config, "head", "target")
+        collect_changed_settings(config, "head", "target")
         | {"format": engine.value, "out_dir": f"{own}-{engine.value}"},
     )
 

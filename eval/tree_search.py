@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
 from conf.settings.measure import TreeSearchRun
 from eval.preflight_checks import check_measurement
@@ -28,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.errors import InputError
 from eval.compare.halves import decode_with_drafters, open_split_measurement
 from eval.measure.acceptance_stats import PromptSteps, tau
@@ -65,12 +65,12 @@ TreeReplay = StaticTreeReplay | DynamicTreeReplay
 
 
 def count_draft_tokens(shape: DraftShape) -> int:
-    """Number of draft tokens that a shape verifies."""
+    """Count the draft tokens that a shape verifies."""
     return shape.num_nodes - 1 if isinstance(shape, Tree) else shape.num_tokens
 
 
 def describe_shape(shape: DraftShape) -> dict[str, Any]:
-    """A shape in the form of SHAPE_FILE."""
+    """Describe a shape in the form of SHAPE_FILE."""
     if isinstance(shape, DynamicShape):
         return {"dynamic_tree": asdict(shape)}
     paths: list[list[int]] = [[]]
@@ -98,7 +98,7 @@ class ShapeCosts:
     scale: float = 1.0
 
     def draft_s(self, shape: DraftShape) -> float:
-        """Seconds of a draft; each depth of a dynamic tree costs the same."""
+        """Estimate the seconds of a draft; each depth of a dynamic tree costs the same."""
         if self.curve.draft_seconds is not None:
             return self.curve.draft_seconds * (1 if isinstance(shape, Tree) else shape.depth)
         if isinstance(shape, Tree):
@@ -109,7 +109,7 @@ class ShapeCosts:
         return self.scale * (first + (last - first) * share)
 
     def step_s(self, shape: DraftShape) -> float:
-        """Seconds of a draft and its verify pass."""
+        """Estimate the seconds of a draft and its verify pass."""
         return self.draft_s(shape) + self.curve.estimate_seconds(count_draft_tokens(shape) + 1)
 
 
@@ -133,7 +133,7 @@ class Candidate:
 
     @classmethod
     def from_replay(cls, shape: DraftShape, texts: TreeReplay, costs: ShapeCosts) -> "Candidate":
-        """Make a candidate by an exact replay of the texts."""
+        """Compute the figures of a shape by an exact replay of texts."""
         texts_steps = texts.replay_shape(shape)  # type: ignore[arg-type]
         expected = tau([PromptSteps("", steps) for steps in texts_steps])
         step_s = costs.step_s(shape)
@@ -141,7 +141,7 @@ class Candidate:
         return cls(shape, expected, costs.draft_s(shape), step_s, speedup)
 
     def summarise_candidate(self) -> dict[str, float]:
-        """Figures for a results file."""
+        """Return the candidate's figures for a results file."""
         return {
             "num_tokens": count_draft_tokens(self.shape),
             "tau": self.tau,
@@ -151,7 +151,7 @@ class Candidate:
 
 
 def replay_target_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
-    """Read texts of the target, with the head's drafts along them."""
+    """Let the target answer the prompts, and record the head's drafts along its answers."""
     head, length = bench.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
         tree = build_widest_tree(head.max_useful_depth)
@@ -191,7 +191,7 @@ def measure_shape_costs(
 def build_candidate_shapes(
     texts: TreeReplay, config: TreeSearchRun
 ) -> tuple[DraftShape, list[DraftShape]]:
-    """Default shape, and all shapes to compare.
+    """List the shapes to compare: the default one, and all others.
 
     Raises:
         InputError: no useful shape.
@@ -220,14 +220,14 @@ def build_candidate_shapes(
 
 
 def _is_gpu_curve(config: TreeSearchRun) -> bool | None:
-    """True for a recorded curve, which comes from a GPU; None for this machine."""
+    """Return True for a recorded curve, which comes from a GPU, and None for this machine."""
     return True if config.curve else None
 
 
 def search_shapes(
     texts: TreeReplay, costs: ShapeCosts, config: TreeSearchRun
 ) -> tuple[Candidate, Candidate, list[Candidate]]:
-    """Default shape, best shape, and all compared shapes."""
+    """Search for the fastest shape: return the default one, the best one, and all compared."""
     first, others = build_candidate_shapes(texts, config)
     usual = Candidate.from_replay(first, texts, costs)
     candidates = [Candidate.from_replay(shape, texts, costs) for shape in others]
@@ -240,7 +240,7 @@ def build_report(
     simulated: dict[str, Candidate],
     measured: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Figures of each shape: predicted, on other prompts, and gained over the default.
+    """Collect the figures of each shape: predicted, on other prompts, and gained over the default.
 
     Args:
         predicted: `default` and `found` on the prompts of the search.
@@ -343,10 +343,8 @@ def main(config: TreeSearchRun) -> None:
         where = write_beside_head(bench.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
-    same = following.collect_changed_settings(config, "head", "target")
-    following.print_next_command(
-        "tree_search", same | following.prompts_for(bench.embeddings_and_output_head.name)
-    )
+    same = collect_changed_settings(config, "head", "target")
+    print_next_command("tree_search", same | prompts_for(bench.embeddings_and_output_head.name))
 
 
 if __name__ == "__main__":

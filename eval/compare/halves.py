@@ -10,8 +10,7 @@ from eval.compare.methods import Method
 from eval.compare.speedup_stats import summarise_speedup
 from eval.compare.timing import measure_methods
 from eval.decode.engine import Generation, NoDraft, decode_batch
-from eval.measure import measurement as processes
-from eval.measure.measurement import Measurement, open_measurement
+from eval.measure.measurement import Measurement, join_processes, open_measurement
 from eval.preflight_checks import VANILLA
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
@@ -38,7 +37,7 @@ def open_split_measurement(
     Raises:
         InputError: several processes, or too few prompts.
     """
-    num_processes = processes.join_processes().num_processes
+    num_processes = join_processes().num_processes
     if num_processes > 1:
         raise InputError(
             f"{num_processes} processes: times are measured by one process; start a single one"

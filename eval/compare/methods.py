@@ -30,9 +30,8 @@ from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from eval.decode.generation_config import apply_generation_config
 from eval.decode.hf_generate import hf_generate
-from eval.measure import measurement as processes
 from eval.measure.measured_head import MeasuredHead
-from eval.measure.measurement import Measurement
+from eval.measure.measurement import Measurement, gather_items
 from eval.measure.target_answers import generate_greedy_answers
 from eval.preflight_checks import BASELINES, VANILLA, list_methods, strip_head_number
 from eval.tune.skip_search import search_skipped_layers
@@ -123,7 +122,7 @@ class PromptDecoder:
 
 
 def choose_methods(bench: Measurement, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
-    """Makers of the chosen methods, baselines first.
+    """Choose the makers of the methods that the settings ask for, baselines first.
 
     Raises:
         InputError: a method lacks its head, draft model, prompts or batch size.
@@ -161,7 +160,7 @@ def build_methods(
 
 
 def _layers_to_skip(bench: Measurement, config: SpeedupRun) -> dict[str, Any]:
-    """Layers to skip and number of draft tokens, predicted fastest on prompts not measured."""
+    """Search layers to skip and a number of draft tokens, on prompts that are not measured."""
     prompts = [prompt.token_ids for prompt in bench.spare_prompts]
     answers = generate_greedy_answers(bench.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
@@ -172,7 +171,7 @@ def _layers_to_skip(bench: Measurement, config: SpeedupRun) -> dict[str, Any]:
             f"found on {len(prompts)} prompts that are not measured"
         )
     # Every process searched; all use the first one's result.
-    return processes.gather_items([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
+    return gather_items([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
 
 
 class MethodBuilder:
@@ -183,7 +182,7 @@ class MethodBuilder:
         self.target, self.sampling = bench.target, bench.sampling
 
     def list_makers(self) -> dict[str, Callable[..., Method]]:
-        """Makers of all methods that the settings allow."""
+        """List the makers of all methods that the settings allow, by name."""
         lookup, lookahead = self.config.lookup, self.config.lookahead
         makers: dict[str, Callable[..., Method]] = {
             VANILLA: lambda: self._build_engine_method(lambda _: NoDraft(), Tree.make_chain(0)),
@@ -322,7 +321,7 @@ class MethodBuilder:
         return makers
 
     def _select_drafting_ends(self, model: Target) -> EmbeddingsAndOutputHead:
-        """Embeddings and output head of a model while drafting."""
+        """Return the embeddings and the output head with which a model drafts."""
         rank = self.config.output_rank
         return model if rank is None else make_low_rank_target(model, rank)
 

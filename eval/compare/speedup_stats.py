@@ -140,7 +140,7 @@ def _summarise_method(
 
 
 def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
-    """Seconds per part; idle time of a GPU inside a part counts as the host's."""
+    """Sum the seconds of each part; a GPU's idle time inside a part counts as the host's."""
     parts = {
         part: _median_total(run.seconds_per_repeat(name, part) for run in runs) for part in PARTS
     }
@@ -157,14 +157,14 @@ def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
 
 
 def _sum_captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
-    """Captures that no time contains: their number and seconds, of all texts and repeats."""
+    """Sum number and seconds of the captures, which no time contains, over texts and repeats."""
     times = [text.times for run in runs for text in run.texts[name]]
     num, seconds = sum(each.num_captures for each in times), sum(each.capture for each in times)
     return {"num": round(num), "seconds": seconds}
 
 
 def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
-    """Static tree with the share of passes that accepted each node."""
+    """Describe a static tree, with the share of passes that accepted each node."""
     counts = Counter(node for g in texts for path in g.paths for node in path)
     num_steps = max(1, sum(len(g.paths) for g in texts))
     rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
@@ -180,7 +180,7 @@ def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
 
 
 def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) -> float | None:
-    """Speed divided by the baseline's; None if the baseline decoded nothing."""
+    """Divide a method's tokens/s by the baseline's; return None if the baseline decoded nothing."""
     base = compute_tokens_per_s(baseline, runs, part)
     return compute_tokens_per_s(name, runs, part) / base if base else None
 
@@ -188,7 +188,7 @@ def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) 
 def compute_speedup_interval(
     name: str, baseline: str, runs: list[PromptRun], seed: int
 ) -> Interval:
-    """95% bootstrap interval of the speed-up over dialogues and repeats."""
+    """Compute the 95% bootstrap interval of a speed-up over dialogues and repeats."""
     if name == baseline:  # 1 by definition
         return None
     dialogues: dict[int, list[PromptRun]] = {}
@@ -197,7 +197,7 @@ def compute_speedup_interval(
 
     @cache
     def sums(repeats: tuple[int, ...]) -> list[list[float]]:
-        """Tokens and seconds of the method and of the baseline, per dialogue."""
+        """Sum tokens and seconds of the method and of the baseline, per dialogue."""
         return [
             [
                 total
@@ -223,7 +223,10 @@ def compute_speedup_interval(
 
 
 def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
-    """Tokens per second, in `total` or in `decode`, which excludes prompts and their tokens."""
+    """Compute a method's tokens per second.
+
+    `total` counts everything; `decode` leaves out the prompts' passes and their tokens.
+    """
     counts = (run.num_tokens(name) if part == "total" else run.num_decoded(name) for run in runs)
     return sum(counts) / max(
         _median_total(run.seconds_per_repeat(name, part) for run in runs), 1e-9
@@ -231,7 +234,7 @@ def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
 
 
 def _median_total(seconds: Iterable[list[float]]) -> float:
-    """Seconds of all prompts, each with its median over repeats."""
+    """Sum the seconds of all prompts, each with its median over repeats."""
     return sum(map(statistics.median, seconds))
 
 
@@ -271,7 +274,7 @@ def _find_divergence(
 def texts_shown(
     tokenizer: Any, methods: dict[str, Method], runs: list[PromptRun], num_texts: int
 ) -> list[dict[str, Any]]:
-    """Texts of the first prompts of each category in turn, for the report."""
+    """Choose the texts that the report shows: of each category in turn, the first prompts."""
     drafting = [
         name
         for name in methods
@@ -290,7 +293,10 @@ def texts_shown(
 def _color_by_depth(
     index: int, run: PromptRun, methods: list[str], tokenizer: Any
 ) -> dict[str, Any]:
-    """A prompt's texts with the depth at which each token was accepted; 0 for the target's own."""
+    """Split a prompt's texts into tokens, each with the depth at which it was accepted.
+
+    The depth of the target's own tokens is 0.
+    """
     texts, prompt = {}, run.prompt
     for name in methods:
         text = run.texts[name][0]
@@ -315,7 +321,7 @@ def _list_token_depths(text: Generation) -> list[int]:
 
 
 def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """Text that each token adds; a character split over tokens goes to the last of them."""
+    """Decode the text that each token adds; a character split over tokens goes to the last one."""
     pieces, shown = [], ""
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:end])
@@ -329,7 +335,7 @@ def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
 def summarise_batch_size(
     methods: Iterable[str], runs: list[PromptRun], seed: int
 ) -> dict[str, Any]:
-    """Throughput and latency of texts of a batch size, by method.
+    """Compute throughput and latency of every method at one batch size.
 
     The time to the first token is from where a text gets its place to its first token; the time
     between tokens from what a step gave to what the next one did, as a reader of a stream sees it,
@@ -361,7 +367,7 @@ def summarise_batch_size(
 
 
 def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
-    """Batch size from which a method is not faster than the baseline; None if it always is.
+    """Find the batch size from which a method is no faster than the baseline.
 
     Args:
         sizes: content of `concurrency` in `speedup.json`.
@@ -386,7 +392,7 @@ def print_concurrency(result: dict[str, Any], console: Console) -> None:
 
 
 def build_concurrency_table(sizes: dict[str, Any]) -> Table:
-    """A row per method and batch size of `concurrency` in a result."""
+    """Build a table of `concurrency` in a result: a row per method and batch size."""
     table = Table(title="Texts at a time; ms to the first token and between tokens, p50 and p99")
     columns = ("texts", "method", "tokens/s", "speed-up, 95%", "first", "between")
     for column in columns:

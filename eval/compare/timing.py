@@ -13,8 +13,7 @@ from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.decode.engine import Generation, Step
-from eval.measure import measurement as processes
-from eval.measure.measurement import Measurement, compute_prompt_seed
+from eval.measure.measurement import Measurement, compute_prompt_seed, gather_items
 from eval.measure.prompts import Prompt
 
 JOBS_PER_SIZE = 1 << 32
@@ -36,15 +35,15 @@ class PromptRun:
     busy: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def num_tokens(self, method: str) -> int:
-        """Number of tokens of the text, from its ids."""
+        """Count the tokens of a method's text."""
         return len(self.texts[method][0].token_ids)
 
     def num_decoded(self, method: str) -> int:
-        """Number of tokens after the prompt's own pass."""
+        """Count the tokens of a method's text that came after the prompt's own pass."""
         return sum(step.num_emitted for step in self.texts[method][0].steps)
 
     def seconds_per_repeat(self, method: str, part: str = "total") -> list[float]:
-        """Share of its batches' seconds, per repeat."""
+        """Return the text's share of the seconds of its batch, per repeat."""
         return [getattr(text.times, part) for text in self.texts[method]]
 
 
@@ -115,7 +114,7 @@ def measure_methods(
     ):
         for name, method in methods.items():
             _profile_busy_seconds(name, method, runs[: len(groups[0])], config.seed, batch_size)
-    gathered = processes.gather_items(runs)
+    gathered = gather_items(runs)
     return sorted(gathered, key=lambda run: (run.prompt.turn, run.prompt.dialogue))
 
 

@@ -120,7 +120,7 @@ def _was_open(pool: Any, device: int) -> bool:
 
 
 def find_capture_obstacle(target: Target) -> str:
-    """Reason why passes of a target cannot be captured; empty if they can."""
+    """Name the reason why passes of a target cannot be captured; empty if they can be."""
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         return "the target's layers lie on several devices"
     if target.is_recurrent:
@@ -133,7 +133,7 @@ def find_capture_obstacle(target: Target) -> str:
 
 
 def compute_num_slots(length: int, num_nodes: int) -> int:
-    """Slots for a pass whose longest text is known to have `length` tokens.
+    """Compute the cache slots of a pass whose longest text is known to have `length` tokens.
 
     The previous step and this one may each have added as many tokens as a tree has nodes, and those
     of the next are pending after them.
@@ -165,7 +165,7 @@ class GraphDecoder:
         self.kept: Any = None
 
     def decode_requests(self, requests: Sequence[Request], batch_size: int) -> list[Generation]:
-        """See `decode_many`.
+        """Decode texts, as `eval.decode.engine.decode_many` does.
 
         Raises:
             CaptureError: CUDA cannot capture the steps.
@@ -419,7 +419,7 @@ class PassShape(NamedTuple):
 
     @classmethod
     def from_draft(cls, draft: Draft) -> "PassShape":
-        """Smallest shape that holds a draft."""
+        """Find the smallest shape that holds a draft."""
         tree, num_tokens = draft.tree, draft.tokens.shape[1]
         num_inner = 0 if draft.draft_probs is None else draft.draft_probs.shape[1]
         if isinstance(tree, Tree) and not draft.is_chain:

@@ -84,7 +84,7 @@ class Generation:
 
 
 def count_common_prefix(left: list[int], right: list[int]) -> int:
-    """Length of the longest common prefix of two texts."""
+    """Count the tokens that two texts have in common at their starts."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -435,11 +435,11 @@ class DecodingBatch:
         return committed.select_rows(rows)
 
     def _compute_longest(self, texts: list[int]) -> int:
-        """Tokens of the longest of some texts, prompts included."""
+        """Count the tokens of the longest of some texts, prompts included."""
         return max(
             len(self.prompts[text]) + len(self.generations[text].token_ids) for text in texts
         )
 
     def _join_prompt_and_text(self, text: int) -> list[int]:
-        """Prompt and text so far."""
+        """Join the prompt and the text so far."""
         return self.prompts[text] + self.generations[text].token_ids

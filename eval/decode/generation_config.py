@@ -61,7 +61,7 @@ class LogitsProcessors:
         self.first: list[Processor] = [*self.always, *first]
 
     def process_first_logits(self, logits: Tensor, prompts: list[list[int]]) -> Tensor:
-        """[B, V] scores of the first tokens after prompts, from logits [B, V]."""
+        """Compute scores [B, V] of the first tokens after prompts, from logits [B, V]."""
         if not self.first:
             return logits
         longest = max(map(len, prompts))
@@ -83,7 +83,9 @@ class LogitsProcessors:
         tokens: Tensor,
         layout: TreeLayout,
     ) -> Tensor:
-        """[B, N, V] scores of the tokens after every node, in float32 if there are processors.
+        """Compute scores [B, N, V] of the token after every node.
+
+        The scores are float32 if there are processors.
 
         Args:
             logits: [B, N, V].
@@ -97,7 +99,7 @@ class LogitsProcessors:
 
 
 def _process_rows(logits: Tensor, rows: Tensor, processors: list[Processor]) -> Tensor:
-    """[B, N, V] scores from rows [B, N, L] of ids, in which V means no id."""
+    """Compute scores [B, N, V] from rows [B, N, L] of ids, in which V means no id."""
     scores = pad(logits.float(), (0, 1)).flatten(0, 1)
     for process in processors:
         scores = process(rows.flatten(0, 1), scores)
@@ -107,7 +109,7 @@ def _process_rows(logits: Tensor, rows: Tensor, processors: list[Processor]) -> 
 def node_rows(
     history: Tensor, committed: Tensor, tokens: Tensor, layout: TreeLayout, none: int
 ) -> Tensor:
-    """[B, N, L + N] int64 text up to each node, right-aligned, with `none` on the left.
+    """Build the text up to each node: [B, N, L + N] int64, right-aligned, with `none` before it.
 
     Args:
         history: [B, L] int64.
@@ -221,7 +223,10 @@ def apply_generation_config(
 
 
 def try_generation_config(target: EmbeddingsAndOutputHead) -> str | None:
-    """Run `follow`; if only a figure depends on it, use plain answers and return a line."""
+    """Apply a target's generation config; if drafts cannot be verified with it, plain answers.
+
+    For commands of which only a figure depends on the config. Returns a line that says so, or None.
+    """
     try:
         apply_generation_config(target)
     except InputError as error:
@@ -231,7 +236,7 @@ def try_generation_config(target: EmbeddingsAndOutputHead) -> str | None:
 
 
 def parse_logits_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
-    """Changes of logits in a target's generation config, by setting.
+    """Read the changes of logits in a target's generation config, by setting.
 
     Raises:
         InputError: the config has settings that drafts cannot be verified with, or invalid values.

@@ -54,7 +54,7 @@ class _PassRecorder:
         self.arrivals.append(self.clock.end_lap(self.texts))
 
     def build_steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
-        """Steps and draft tokens of the passes after the prompt's, for a single text.
+        """Build steps and draft tokens of the passes after the prompt's, for a single text.
 
         Between two passes the cache holds all but the last token of the text.
         """
@@ -96,7 +96,10 @@ class StopTexts(StoppingCriteria):
         self.seen, self.done = num_prompt, [False] * num_texts
 
     def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
-        """[B] bool, whether the new tokens of a row, several with a draft, end its answer."""
+        """Tell for each row, [B] bool, whether its new tokens end its answer.
+
+        With a draft, a row has several new tokens.
+        """
         begin = max(self.num_prompt, self.seen - self.stops.reach)
         first = self.seen - begin
         for row, ids in enumerate(input_ids[:, begin:].tolist()):
@@ -181,7 +184,7 @@ def hf_generate(
 def _build_generation_config(
     target: Target, max_new_tokens: int, sampling: Sampling, pad: int
 ) -> GenerationConfig:
-    """Settings of the run. `generate` takes those that are None from the target's config."""
+    """Build the config of a run; what is None in it, `generate` takes from the target's config."""
     drawn = {
         "do_sample": True,
         "temperature": sampling.temperature,

@@ -75,7 +75,7 @@ class VerifyResult:
 
     @property
     def counts(self) -> Tensor:
-        """[B] int64 number of accepted nodes, root included."""
+        """Count the accepted nodes, root included: [B] int64."""
         return self.accepted.num_accepted + 1
 
     def build_committed_tokens(
@@ -247,7 +247,7 @@ def verify(
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, N] bool acceptance of tokens that were not sampled, so that q is 1 for each.
+    """Accept tokens that were not sampled, so that q is 1 for each: [B, N] bool.
 
     A token x is accepted with probability p(x); rejecting it sets p(x) to 0. Using the drafter's
     own probability instead of 1 would change the distribution.
@@ -271,7 +271,7 @@ def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: T
 def accept_sampled(
     draft: Draft, layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[B, N] bool acceptance of tokens sampled from q, and [B, N, V] rest of p after the children.
+    """Accept tokens sampled from q: [B, N] bool, and the rest of p after the children, [B, N, V].
 
     A token x is accepted with probability min(1, p(x) / q(x)). Rejecting it replaces p by
     norm(max(0, p - q)) and sets q(x) to 0 for the next sibling, as siblings are sampled without
@@ -306,7 +306,7 @@ def accept_sampled(
 def accept_typical(
     layout: TreeLayout, tokens: Tensor, probs: Tensor, rule: Typical
 ) -> tuple[Tensor, Tensor]:
-    """[B, N] bool of typical nodes, and [B, N] log p of the path to each."""
+    """Accept typical nodes: [B, N] bool, and log p of the path to each node, [B, N]."""
     entropy = -(probs * (probs + 1e-5).log()).sum(-1)
     threshold = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
     p = _token_probs(layout, tokens, probs)
@@ -322,14 +322,14 @@ def _normalise_weights(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def _token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
-    """[B, N] p(x) at each node's parent; 0 for missing nodes."""
+    """Look up p(x) of each node's token at its parent: [B, N]; 0 for missing nodes."""
     places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
     p = probs[places, layout.parents.expand_as(tokens), tokens.clamp_min(0)]
     return p.masked_fill(tokens < 0, 0)
 
 
 def _earlier_siblings(layout: TreeLayout) -> Tensor:
-    """[B, N, N] bool: row n marks earlier nodes with the same parent; the root has none."""
+    """Mark in row n of [B, N, N] bool the earlier nodes with n's parent; the root has none."""
     same = layout.parents.unsqueeze(2) == layout.parents.unsqueeze(1)
     earlier = same & torch.ones_like(same).tril(-1)
     earlier[:, :, 0] = False
@@ -337,7 +337,7 @@ def _earlier_siblings(layout: TreeLayout) -> Tensor:
 
 
 def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
-    """[B, N] bool, marks the first sibling that passes under each parent."""
+    """Mark the first sibling that passes under each parent: [B, N] bool."""
     later = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
     return passes & ~later
 
@@ -370,7 +370,7 @@ def _deepest_path(
 
 
 def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
-    """[B, V] p at node `end`, without the rejected tokens of its children."""
+    """Remove the rejected tokens of node `end`'s children from p there: [B, V]."""
     rejected = (layout.parents.expand_as(tokens) == end.unsqueeze(1)) & (tokens >= 0)
     rejected[:, 0] = False
     kept = torch.ones_like(probs).scatter_reduce(
@@ -381,7 +381,7 @@ def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Te
 
 
 def _select_node_values(values: Tensor, node: Tensor) -> Tensor:
-    """[B, ...] values of [B or 1, N, ...] at node [B]."""
+    """Select the values [B, ...] of [B or 1, N, ...] at node [B]."""
     return values.expand(len(node), *values.shape[1:])[
         torch.arange(len(node), device=node.device), node
     ]

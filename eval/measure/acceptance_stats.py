@@ -68,7 +68,7 @@ class PromptSteps:
     prompt_tokens: int = 0
 
     def build_row(self) -> dict[str, Any]:
-        """Numbers per pass, for a results file."""
+        """Build the row of a results file: numbers per pass."""
         return {
             "dialogue": self.dialogue,
             "turn": self.turn,
@@ -83,11 +83,11 @@ class PromptSteps:
 def summarise_acceptance(
     prompts: Sequence[PromptSteps], depth: int, seed: int
 ) -> dict[str, object]:
-    """Figures of `acceptance.json` that only need the steps."""
+    """Compute the figures of `acceptance.json` that only need the steps."""
     rows = [prompt.build_row() for prompt in prompts]
 
     def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
-        """Figures of groups, in the order of their keys."""
+        """Compute the figures of groups of prompts, in the order of their keys."""
         groups: dict[str, list[PromptSteps]] = {}
         for prompt in sorted(prompts, key=key):
             groups.setdefault(name_of(key(prompt)), []).append(prompt)
@@ -128,13 +128,13 @@ def summarise_acceptance(
 
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
-    """Tokens per verify pass; 1.0 without passes."""
+    """Compute the mean tokens per verify pass; 1.0 without passes."""
     steps = [step for prompt in prompts for step in prompt.steps]
     return sum(step.num_emitted for step in steps) / len(steps) if steps else 1.0
 
 
 def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
-    """Conditional acceptance per depth; 0.0 for a depth that was never reached."""
+    """Compute the conditional acceptance per depth; 0.0 for a depth that was never reached."""
     steps = [step for prompt in prompts for step in prompt.steps]
     rates = []
     for d in range(1, depth + 1):
@@ -145,7 +145,7 @@ def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
 
 
 def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
-    """Share of all verify passes that kept depth d (vLLM's per-position acceptance)."""
+    """Compute the share of all passes that kept depth d: vLLM's per-position acceptance."""
     steps = [step for prompt in prompts for step in prompt.steps]
     return [
         sum(step.num_accepted >= d for step in steps) / len(steps) if steps else 0.0
@@ -154,7 +154,7 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
 
 
 def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
-    """Figures of thinking and of answers; empty without thinking.
+    """Compute figures of thinking and of answers apart; empty without thinking.
 
     A pass belongs to the part of its first token.
     """
@@ -183,12 +183,12 @@ def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, A
 
 
 def select_tree_figures(result: dict[str, Any]) -> dict[str, Any]:
-    """The tree's part of an `acceptance.json`."""
+    """Return the tree's part of an `acceptance.json`."""
     return result["static_tree"] if "static_tree" in result else result["dynamic_tree"]
 
 
 def count_accepted_histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
-    """[depth + 1] numbers of passes by accepted draft tokens, without bonus tokens."""
+    """Count passes by their accepted draft tokens, bonus token excluded: [depth + 1]."""
     passes = [0] * (depth + 1)
     for row in rows:
         for accepted in row["accepted"]:
@@ -223,7 +223,7 @@ class PassCounts:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "PassCounts":
-        """Make the sums of a row of `PromptSteps.row`."""
+        """Sum a row of `PromptSteps.build_row`."""
         n = len(row["emitted"])
         # Passes without draft tokens are no drafts; if these were not counted, all passes are.
         drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
@@ -231,7 +231,7 @@ class PassCounts:
 
     @property
     def ratios(self) -> dict[str, Ratio]:
-        """Numerator and denominator by count."""
+        """Return numerator and denominator of the acceptance length under each definition."""
         drafts, n, emitted = self.num_drafts, self.num_passes, self.num_emitted
         return {
             "passes": (emitted, n),
@@ -242,12 +242,12 @@ class PassCounts:
 
 
 def compute_acceptance_lengths(texts: Sequence[PassCounts]) -> dict[str, dict[str, float | None]]:
-    """All counts under all means; None if nothing was counted."""
+    """Compute acceptance lengths by definition and mean; None if nothing was counted."""
     return {count: _compute_means(count, texts) for count in LENGTH_DEFINITIONS}
 
 
 def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """1 + accepted / drafts, as vLLM prints it."""
+    """Compute 1 + accepted / drafts over rows of `PromptSteps.build_row`, as vLLM prints it."""
     return _compute_means("drafts", list(map(PassCounts.from_row, rows)))["pooled"]
 
 
@@ -268,7 +268,7 @@ def _sum_ratios(ratios: Sequence[Ratio]) -> Ratio:
 
 
 def _average_ratios(ratios: Iterable[Ratio]) -> float | None:
-    """Average ratios. A text of one token has no pass, and engines give no figure for it."""
+    """Average ratios, except of texts of one token: no pass, and no figure in engines."""
     values = [above / below for above, below in ratios if below]
     return sum(values) / len(values) if values else None
 
@@ -276,7 +276,7 @@ def _average_ratios(ratios: Iterable[Ratio]) -> float | None:
 def print_acceptance_lengths(
     lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
 ) -> None:
-    """Print a row per count and a column per mean."""
+    """Print acceptance lengths: a row per definition, a column per mean."""
     table = Table(title=f"Acceptance length of {whose}, as others define it")
     table.add_column("counted")
     for name in ("pooled", "mean over turns", "over dialogues"):
@@ -319,7 +319,7 @@ def bootstrap_interval(
 
 
 def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
-    """95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
+    """Compute the 95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
     # Sums stand for a dialogue's passes.
     sums = [
         (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
@@ -329,7 +329,7 @@ def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
 
 
 def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
-    """Prompts of each dialogue."""
+    """Group prompts by dialogue."""
     dialogues: dict[int, list[PromptSteps]] = {}
     for prompt in prompts:
         dialogues.setdefault(prompt.dialogue, []).append(prompt)
@@ -339,7 +339,7 @@ def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
 def compare_tau(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], seed: int
 ) -> tuple[float, Interval]:
-    """Difference in tau, second minus first, and its 95% interval over paired dialogues.
+    """Compute tau of the second minus the first, and its 95% interval over paired dialogues.
 
     Args:
         first: rows of `PromptSteps.row`.
@@ -369,7 +369,10 @@ def _compute_tau(sums: Sequence[tuple[int, int]]) -> float:
 
 
 def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
-    """`p50` and `p99` of waits, given in s, in ms; each is the median over repeats."""
+    """Compute `p50` and `p99` in ms of waits in s: of each the median over repeats.
+
+    None if a repeat has no waits.
+    """
     if not all(repeats):
         return None
     ordered = [sorted(1000 * seconds for seconds in waits) for waits in repeats]
@@ -380,5 +383,5 @@ def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | Non
 
 
 def format_interval(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:
-    """An interval as text; a dash if there is none."""
+    """Format an interval; a dash if there is none."""
     return "-" if bounds is None else between.join(f"{bound:.{digits}f}" for bound in bounds)

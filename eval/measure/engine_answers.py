@@ -85,13 +85,13 @@ class EngineAnswerSource:
 
     @property
     def preferred_batch_size(self) -> int:
-        """See `Texts`."""
+        """Return how many requests the servers take at a time."""
         return self.pool.concurrency
 
     def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """See `Texts`."""
+        """Yield number and answer of each prompt, as the answers end."""
         told = [build_request_settings(self.target)] * len(prompts)
         for number, ids in self.pool.stream_answers(prompts, max_new_tokens, told):
             yield number, StopRules.from_target(self.target).cut_after_end([], ids)
@@ -99,7 +99,7 @@ class EngineAnswerSource:
     def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
-        """See `Texts`."""
+        """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
         found = []
         answers = self.pool.request_answers_with_states(
             prompts, max_new_tokens, build_request_settings(self.target)
@@ -112,7 +112,7 @@ class EngineAnswerSource:
     def encode_response(
         self, prompt: list[int], response: list[int], taps: FeatureLayers
     ) -> TargetOutput:
-        """See `Texts`."""
+        """Request the states of a prompt and a given response. See `AnswerSource`."""
         ids = [*prompt, *response[:-1]]
         return self._build_target_output(self.pool.request_states(ids), len(ids), taps)
 
@@ -131,7 +131,7 @@ class EngineAnswerSource:
 def build_request_settings(
     target: EmbeddingsAndOutputHead, who: str = "target.engine", temperature: float = 0.0
 ) -> dict[str, Any]:
-    """Request settings that apply the target's generation config.
+    """Build the settings of a request that applies the target's generation config.
 
     Raises:
         InputError: the config has settings that a server does not take.
@@ -198,7 +198,10 @@ def open_states_pool(
 def _load_early_state(
     config: TargetConfig, taps: ServerFeatureLayers
 ) -> tuple[int, EarlyState] | None:
-    """A server's first state between layers, and the same state computed here."""
+    """Load what computes a server's first state between layers here.
+
+    Returns the state's index and the function; None without such a state, or without these layers.
+    """
     between = [index for index in taps.layers if 0 < index < taps.num_layers]
     own = load_early_layers(config, min(between)) if between else None
     return None if own is None else (min(between), own)
@@ -263,7 +266,7 @@ class EngineProbe:
     def _compare_early_layers(
         self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """`early`: distance of a state from that of the target's first layers, as a share."""
+        """Compare one state with the target's first layers: `early`, a share, if they are here."""
         if self.early is None:
             return {}
         index, own = self.early
@@ -296,7 +299,7 @@ class EngineProbe:
 
 
 def compute_relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Largest distance of a token's states [S, D], as a share of their mean norm.
+    """Compute the largest distance of a token's states [S, D], as a share of their mean norm.
 
     Only compares the tokens of the shorter text.
     """

@@ -55,7 +55,7 @@ class MeasuredHead:
 
     @property
     def tree_name(self) -> str:
-        """Key of the tree's figures."""
+        """Return the key of the tree's figures in a results file."""
         return "static_tree" if isinstance(self.tree, Tree) else "dynamic_tree"
 
     @property
@@ -77,7 +77,7 @@ class MeasuredHead:
         return self.draft_head.make_drafter(chosen, sampling, seeds)
 
     def describe_tree(self) -> list[int] | dict[str, int]:
-        """The tree for a results file: parents of a static tree, limits of dynamic trees."""
+        """Describe the tree for a results file: parents of a static tree, or limits."""
         return list(self.tree.parents) if isinstance(self.tree, Tree) else asdict(self.tree)
 
 
@@ -133,7 +133,7 @@ def _load_beside_head(ref: HeadRef, name: str) -> dict[str, Any]:
 
 
 def _load_calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
-    """Stored calibration, if it covers this depth, and its data's checksum.
+    """Load the stored calibration, if it covers this depth, and the checksum of its data.
 
     Raises:
         InputError: the file is not from `eval/calibrate.py`.

@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def answer_source(self) -> AnswerSource:
-        """Writer of the target's own texts."""
+        """Return what writes and reads the target's own texts."""
         if self.engines is None:
             return LocalAnswerSource(self.target)
         assert isinstance(self.embeddings_and_output_head, RemoteTarget)
@@ -109,13 +109,13 @@ class Measurement:
 
     @property
     def target(self) -> Target:
-        """The target with its layers, for measurements that run them."""
+        """Return the target with its layers, for measurements that run them."""
         assert isinstance(self.embeddings_and_output_head, Target)
         return self.embeddings_and_output_head
 
     @property
     def head(self) -> MeasuredHead:
-        """The only head of a measurement that needs one."""
+        """Return the only head of a measurement that needs one."""
         return self.heads[0]
 
 
@@ -127,7 +127,7 @@ def open_measurement(
     writer: AnswerWriter | None = None,
     like: Measurement | None = None,
 ) -> Measurement:
-    """Make cheap checks first, then load everything.
+    """Open a measurement: check what is cheap to check, then load target, heads and prompts.
 
     Args:
         run: settings of the command.
@@ -328,7 +328,7 @@ def select_fitting_prompts(
 
 
 def compute_prompt_seed(prompt: Prompt, seed: int) -> int:
-    """Seed of a prompt's text; it does not depend on processes or on other prompts."""
+    """Compute the seed of a prompt's text, independent of processes and of other prompts."""
     return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
 
 
@@ -387,13 +387,13 @@ def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: obj
 
 
 def compute_weight_checksums(path: str) -> list[str | None]:
-    """Checksums of the weight files in a folder; empty for a Hub id, whose revision is fixed."""
+    """Compute checksums of a folder's weight files; none for a Hub id, whose revision is fixed."""
     files = sorted(Path(path).glob("*.safetensors"))
     return [compute_weights_checksum(file.parent, file.stem) for file in files]
 
 
 def partial_folder(run: MeasureRun, name: str) -> Path:
-    """Folder of a measurement's journals until its result is written."""
+    """Return the folder of a measurement's journals until its result is written."""
     return (Path(run.out_dir) / name).with_suffix(PARTIAL)
 
 
@@ -442,7 +442,7 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
 
 
 def _how_run(bench: Measurement) -> dict[str, Any]:
-    """Facts of the target's layers that affect figures."""
+    """Describe how the target's layers ran, as far as figures depend on it."""
     target = bench.embeddings_and_output_head
     if not isinstance(target, Target):
         return {"engines": bench.engines.server_lines if bench.engines else []}
@@ -453,7 +453,7 @@ def _how_run(bench: Measurement) -> dict[str, Any]:
 
 
 def _join_number_lists(text: str) -> str:
-    """Indented JSON with each list of numbers on one line; strings contain no line breaks."""
+    """Put each list of numbers of indented JSON on one line; strings contain no line breaks."""
     return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)
 
 

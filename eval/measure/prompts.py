@@ -39,7 +39,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """The user's words, for reports."""
+        """Return the user's last words, for reports."""
         return self.messages[-1]["content"] if self.messages else ""
 
 
@@ -99,7 +99,7 @@ def render_next_turns(
 
 
 def select_user_messages(record: Record) -> Messages:
-    """The user's messages."""
+    """Select the messages of a record that the user wrote."""
     return [message for message in record.messages or [] if message["role"] == "user"]
 
 

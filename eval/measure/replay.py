@@ -25,7 +25,7 @@ class Replayable(Protocol):
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """[depth, n, width] int64, the best tokens of each depth along a text itself."""
+        """Compute the best tokens of each depth along a text: [depth, n, width] int64."""
         ...
 
 
@@ -48,7 +48,7 @@ def replay_response(
 
 
 def replay_tree(tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]) -> list[Step]:
-    """Verify passes over a response [n], by its `ranked_drafts`."""
+    """Replay verify passes with a tree over a response [n], by its `rank_candidates`."""
     return build_steps(compute_accepted_lengths(tree, ranked, response_ids), len(response_ids))
 
 
@@ -59,7 +59,9 @@ def rank_candidates(
     prompt_ids: list[int],
     response_ids: list[int],
 ) -> list[list[list[int]]]:
-    """[n][depth][width] best tokens of each depth if a pass had response token i as its root.
+    """Rank the best tokens of each depth for passes with each response token as their root.
+
+    Returns [n][depth][width] ids, best first.
 
     Args:
         head: the head.
@@ -135,7 +137,7 @@ def _count_accepted(draft: Draft, following: list[int]) -> int:
 def compute_accepted_lengths(
     tree: Tree, ranked: list[list[list[int]]], response_ids: list[int]
 ) -> list[int]:
-    """[n] draft tokens accepted if a pass had token i as its root, ignoring the text's end."""
+    """Count the draft tokens that a pass would accept at each root [n], ignoring the text's end."""
     lengths = []
     for root, candidates in enumerate(ranked):
         node, depth = 0, 0
@@ -152,7 +154,7 @@ def compute_accepted_lengths(
 def compare_first_choices(
     ranked: list[list[list[int]]], response_ids: list[int]
 ) -> list[list[bool]]:
-    """Per depth and token, whether the head's first choice was the target's.
+    """Tell per depth and token whether the head's first choice was the target's.
 
     Unlike acceptance, this covers every token, whether or not earlier draft tokens were right. So
     depths are compared on the same tokens, and the difference shows how well the head continues its

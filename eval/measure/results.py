@@ -61,7 +61,7 @@ def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None
 
 
 def format_conditions(result: Mapping[str, Any]) -> str:
-    """Show a result's conditions on one line; empty for old results."""
+    """Format a result's conditions on one line; empty for old results."""
     found = result.get("conditions")
     if not found:
         return ""
@@ -81,7 +81,10 @@ def format_conditions(result: Mapping[str, Any]) -> str:
 
 
 def _format_data(data: Mapping[str, Any]) -> str:
-    """`nvidia/SPEED-Bench qualitative, test, version a1b2c3d4`; of a local path the last part."""
+    """Name the data, e.g. `nvidia/SPEED-Bench qualitative, test, version a1b2c3d4`.
+
+    Of a local path, the last part is named.
+    """
     path = str(data["path"])
     name = Path(path).name if Path(path).exists() else path
     parts = [" ".join(filter(None, (name, data.get("subset"))))]
@@ -142,7 +145,7 @@ def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def figures_of(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Figures of each drafting method, by name."""
+    """Return the figures of each drafting method, by name."""
     if "methods" not in result:
         return {"chain": result, "tree": select_tree_figures(dict(result))}
     return {name: row for name, row in result["methods"].items() if row["num_drafted"]}
@@ -157,7 +160,7 @@ def is_chain(name: str, row: Mapping[str, Any]) -> bool:
 
 
 def iter_request_metrics(method: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Make parts of answers about acceptance, as `--per-request-spec-decode-metrics detailed` does.
+    """Yield vLLM's answer fields per text, as under `--per-request-spec-decode-metrics detailed`.
 
     Args:
         method: name of the method.
@@ -176,7 +179,7 @@ def iter_request_metrics(method: str, row: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, Any]:
-    """vLLM's object for a text; it covers only passes with drafts.
+    """Build vLLM's object for a text, which covers only passes with drafts.
 
     Args:
         text: row of `PromptSteps.row`.
@@ -200,7 +203,7 @@ def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, 
 
 
 def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping[str, Any]) -> str:
-    """Make a golden file: acceptance lengths by draft tokens, and settings to simulate them.
+    """Format a golden file: acceptance lengths by draft tokens, and settings to simulate them.
 
     Args:
         rows: figures of chains, by length.
@@ -240,7 +243,7 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
 
 
 def _compute_acceptance_rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
-    """Share of drafts accepted to each depth; never rising, as vLLM requires."""
+    """Compute the share of drafts accepted to each depth; never rising, as vLLM requires."""
     whole = [build_vllm_metrics(text, depth) for text in texts]
     drafts = sum(text["num_spec_steps"] for text in whole) or 1
     columns = zip(*(text["acceptance_histogram"] for text in whole), strict=True)

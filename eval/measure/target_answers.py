@@ -78,17 +78,17 @@ class AnswerSource(AnswerWriter, Protocol):
 
     @property
     def preferred_batch_size(self) -> int:
-        """See the class."""
+        """Return the best number of texts to ask for at a time."""
 
     def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
-        """Answers to prompts of token ids, with the states that `taps` name."""
+        """Answer prompts of token ids, with the states that `taps` name."""
 
     def encode_response(
         self, prompt: list[int], response: list[int], taps: FeatureLayers
     ) -> TargetOutput:
-        """States [1, S, D] of a prompt and a given response without its last token."""
+        """Compute states [1, S, D] of a prompt and a given response without its last token."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LocalAnswerSource:
     def stream_answers(
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """See `Writer`."""
+        """Yield number and answer of each prompt, as the answers end."""
         return stream_answers(
             self.target, list(map(Request, prompts)), max_new_tokens, ANSWER_BATCH_SIZE
         )
@@ -109,7 +109,7 @@ class LocalAnswerSource:
     def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
-        """See `Texts`."""
+        """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
         texts = generate_greedy_answers(self.target, prompts, max_new_tokens, shown=False)
         return [
             (ids, self.target.encode_response(prompt, ids, taps))
@@ -119,5 +119,5 @@ class LocalAnswerSource:
     def encode_response(
         self, prompt: list[int], response: list[int], taps: FeatureLayers
     ) -> TargetOutput:
-        """See `Texts`."""
+        """Compute the states of a prompt and a given response. See `AnswerSource`."""
         return self.target.encode_response(prompt, response, taps)

@@ -54,7 +54,7 @@ class HeadShape:
         biased: Collection[str] = (),
         input_size: int | None = None,
     ) -> Shapes:
-        """Shapes of the tensors of a decoder layer.
+        """Compute the shapes of a decoder layer's tensors.
 
         Args:
             layer: prefix of their names.
@@ -101,16 +101,16 @@ class ServedHead:
 
     @property
     def report_lines(self) -> list[str]:
-        """Lines about the checks."""
+        """Describe the checks, a line each."""
         raise NotImplementedError
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[N, R] logits of the reference ids, and [N] logsumexp over all ids, at each depth."""
+        """Yield logits [N, R] of the reference ids and logsumexp [N] over all ids, by depth."""
         raise NotImplementedError
 
     @property
     def tensor_line(self) -> str:
-        """Line about the tensors."""
+        """Describe the tensors on a line."""
         return (
             f"{self.export.weights.name}: {len(self.export.tensors)} tensors of "
             f"{self.export.dtype}, none missing, none unknown"
@@ -121,7 +121,7 @@ class ServedHead:
         return InputError(f"{self.export.weights}: {name} {found}: {self.title} needs {needed}")
 
     def rename_tensors(self, rename: Callable[[str], str]) -> dict[str, Tensor]:
-        """Rename the tensors.
+        """Rename the tensors of the export.
 
         Raises:
             InputError: two tensors get the same name.
@@ -135,7 +135,7 @@ class ServedHead:
         return tensors
 
     def check_tensors(self, tensors: dict[str, Tensor], must: Shapes, may: Shapes) -> None:
-        """Check names, shapes and integer types.
+        """Check names, shapes and integer types of tensors.
 
         Args:
             tensors: tensors to check.
@@ -183,13 +183,13 @@ class ServedLayers(ServedHead):
         self.shape = shape
 
     def vocabulary_line(self, own_head: bool) -> str:
-        """Line about the vocabulary."""
+        """Describe the vocabulary on a line."""
         owner = "its own" if own_head else "the target's"
         sizes = f"{self.shape.draft_vocab_size} of {self.shape.vocab_size} ids"
         return f"vocabulary: drafts {sizes} with {owner} output head"
 
     def target_ids(self) -> Tensor:
-        """[W] target ids of the output head's rows.
+        """Compute the target ids [W] of the output head's rows.
 
         Raises:
             InputError: `d2t` holds no offsets, or `t2d` marks other ids.
@@ -216,7 +216,7 @@ class ServedLayers(ServedHead):
         raise self.make_error("d2t", found, "offsets: target id minus draft id")
 
     def select_reference_ids(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
-        """[N, R] logits of the reference ids; -inf outside the draft vocabulary."""
+        """Select logits [N, R] of the reference ids; -inf outside the draft vocabulary."""
         every = torch.full((len(drafted), self.shape.vocab_size), -torch.inf)
         every[:, target_ids] = drafted
         return every[:, self.golden.require_tensor("ids", (None,))]
@@ -230,7 +230,7 @@ class ServedLayers(ServedHead):
     def project_heads(
         self, inputs: Tensor, layer: str, which: str, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Queries, keys or values of a layer, rotated if positions are given.
+        """Compute queries, keys or values of a layer, rotated if positions are given.
 
         Args:
             inputs: [N, I].
@@ -250,7 +250,7 @@ class ServedLayers(ServedHead):
         return self.shape.rope.rotate_states(states, position_ids)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """[N, Q * d] attention of queries [N, Q, d] over [T, K, d] with mask [N, T]."""
+        """Compute attention [N, Q * d] of queries [N, Q, d] over [T, K, d] with mask [N, T]."""
         groups = query.shape[1] // keys.shape[1]
         keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
         scores = torch.einsum("nqd,tqd->qnt", query, keys) * self.shape.head_dim**-0.5
@@ -258,7 +258,7 @@ class ServedLayers(ServedHead):
         return torch.einsum("qnt,tqd->nqd", weights, values).flatten(1)
 
     def apply_mlp(self, inputs: Tensor, layer: str) -> Tensor:
-        """[N, H] output of a layer's gated MLP."""
+        """Apply a layer's gated MLP: [N, H]."""
         gate = functional.silu(self.apply_linear(inputs, f"{layer}mlp.gate_proj"))
         return self.apply_linear(
             gate * self.apply_linear(inputs, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"

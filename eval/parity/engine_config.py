@@ -35,7 +35,7 @@ class EngineConfig:
         self._values, self.file, self.engine, self._prefix = values, file, engine, prefix
 
     def get(self, key: str) -> Any:
-        """Value of a key, or None."""
+        """Return the value of a key, or None."""
         return self._values.get(key)
 
     def has_key(self, key: str) -> bool:
@@ -43,11 +43,11 @@ class EngineConfig:
         return key in self._values
 
     def list_keys(self) -> list[str]:
-        """All keys."""
+        """List all keys."""
         return list(self._values)
 
     def require_key(self, key: str, kind: type, otherwise: str) -> Any:
-        """Value of a required key.
+        """Return the value of a required key.
 
         Args:
             key: name of the key.
@@ -112,7 +112,7 @@ class EngineConfig:
 
 
 def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConfig) -> Any:
-    """Value of a key that may occur in several places, but must be equal in all.
+    """Return the value of a key that several places may hold, but must hold equally.
 
     Raises:
         InputError: the key is missing, of another type, or has two values.
@@ -149,7 +149,7 @@ class Rope:
     scale: float
 
     def rotate_states(self, states: Tensor, position_ids: Tensor) -> Tensor:
-        """[N, Q, d] states at positions [N]."""
+        """Rotate states [N, Q, d] at positions [N]."""
         # In float32, as in engines: float64 gives other angles at far positions.
         angles = position_ids.float()[:, None, None] * self.frequencies
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
@@ -159,7 +159,7 @@ class Rope:
 
 
 def parse_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
-    """RoPE that a serving engine makes of a config.
+    """Build RoPE as a serving engine builds it from a config.
 
     Args:
         config: config with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
@@ -188,7 +188,7 @@ def parse_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
 
 
 def _merge_spellings(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
-    """Settings in the form of `rope_parameters`, from both spellings."""
+    """Merge both spellings into settings in the form of `rope_parameters`."""
     new = config.get_section("rope_parameters")
     if keys is not RopeKeys.both or not new.has_key("rope_theta"):
         config.require_key("rope_theta", float, "turns with a theta of 10000")
@@ -211,7 +211,7 @@ def _merge_spellings(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
 
 
 def _normalise_spelling(spelling: EngineConfig, outer: dict[str, Any]) -> dict[str, Any]:
-    """One spelling with the outer values, and one key for the type."""
+    """Complete one spelling by the outer values, with one key for the type."""
     settings = {key: spelling.get(key) for key in spelling.list_keys() if key != "type"}
     settings.setdefault("rope_type", spelling.get("type") or "default")
     spelling.check_allowed("type", None, settings["rope_type"])

@@ -78,7 +78,7 @@ class ReferenceLogits:
     tensors: dict[str, Tensor]
 
     def require_tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """Required tensor, with floats as float32.
+        """Return a required tensor, with floats as float32.
 
         Args:
             name: name in the file.
@@ -217,7 +217,7 @@ def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _load_export_note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
-    """`export` section of `headsmith.json`, with the format of the command line."""
+    """Read the `export` section of `headsmith.json`, with the format of the command line."""
     file = folder / "headsmith.json"
     note = load_json(file).get("export", {}) if file.is_file() else {}
     named = note.get("format", engine)
@@ -234,7 +234,7 @@ def _load_export_note(folder: Path, engine: str | None, kind: str) -> dict[str, 
 
 
 def _check_float_dtype(file: Path, tensors: dict[str, Tensor], noted: list[str | None]) -> str:
-    """Dtype of every float tensor, which the notes must confirm."""
+    """Return the dtype of every float tensor, which the notes must confirm."""
     counts = Counter(str(FLOATS.get(t.dtype)) for t in tensors.values() if t.is_floating_point())
     dtypes = {*counts, *(dtype for dtype in noted if dtype is not None)}
     if len(dtypes) != 1 or not dtypes <= set(FLOATS.values()):

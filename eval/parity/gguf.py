@@ -130,11 +130,11 @@ class GgufMetadata:
         self._entries, self.file, self._arch = entries, file, arch
 
     def expand_key(self, key: str) -> str:
-        """Full name of a key."""
+        """Return the full name of a key."""
         return key if key.startswith(("tokenizer.", "general.")) else f"{self._arch}.{key}"
 
     def get_value(self, key: str, kind: type, otherwise: Any) -> Any:
-        """Value of a key, or llama.cpp's default.
+        """Return the value of a key, or llama.cpp's default.
 
         Args:
             key: name of the key; without `general` or `tokenizer`, of the architecture.
@@ -152,7 +152,7 @@ class GgufMetadata:
         return entry.value
 
     def require_key(self, key: str, kind: type, otherwise: str) -> Any:
-        """Value of a required key; `otherwise` tells what llama.cpp does without it.
+        """Return the value of a required key; `otherwise` tells what llama.cpp does without it.
 
         Raises:
             InputError: the key is missing, or of another type.
@@ -163,7 +163,7 @@ class GgufMetadata:
         return value
 
     def require_list(self, key: str, number: int, otherwise: str) -> list[Any]:
-        """List of a required key, with elements of one type.
+        """Return the list of a required key, with elements of one type.
 
         Raises:
             InputError: the key is missing, or of another type.

@@ -49,7 +49,7 @@ class EngineHead(Protocol):
     """Lines about the checks."""
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the reference ids at each depth, and [S] logsumexp over all ids."""
+        """Yield logits [S, R] of the reference ids and logsumexp [S] over all ids, by depth."""
 
 
 class Reader(Protocol):
@@ -67,7 +67,7 @@ class Reader(Protocol):
 
 
 def readers_by_kind() -> dict[str, dict[str, Reader]]:
-    """All modules in the folder of readers, by kind of head and format."""
+    """Load all modules in the folder of readers, by kind of head and format."""
     by_kind: dict[str, dict[str, Reader]] = {}
     for module in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
         reader = cast(Reader, importlib.import_module(module.name))
@@ -106,7 +106,7 @@ def check_parity(folder: Path, engine: str | None = None) -> ParityResult:
 def _compare_logits(
     golden: ReferenceLogits, served: list[tuple[Tensor, Tensor | None]]
 ) -> tuple[float, float]:
-    """Largest difference of logits, and largest |logit|."""
+    """Compare logits; return their largest difference, and the largest |logit|."""
     all_ids = golden.require_tensor("ids", (None,))
     trained = golden.require_tensor("logits", (len(served), None, len(all_ids)))
     logits = torch.stack([of_depth for of_depth, _ in served])

@@ -52,13 +52,13 @@ class Axis:
         return cls(low - margin, high + margin, start, end)
 
     def __call__(self, figure: float) -> float:
-        """Position of a figure."""
+        """Compute the position of a figure."""
         share = (figure - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
     @property
     def ticks(self) -> list[float]:
-        """At most four round figures."""
+        """Choose at most four round figures."""
         least = (self.high - self.low) / 3.5
         unit = 10.0 ** math.floor(math.log10(least))
         step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= least)
@@ -93,12 +93,12 @@ def write_html_page(result: dict[str, Any], path: Path) -> None:
 
 
 def _escape_verbatim(text: str) -> Markup:
-    """Text that a browser returns unchanged; a bare carriage return would become a line break."""
+    """Escape text that a browser returns unchanged; a bare carriage return would break the line."""
     return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\ufffd"))
 
 
 def _escape_breakable(name: str) -> Markup:
-    """A name that a narrow column may split at its underscores."""
+    """Escape a name that a narrow column may split at its underscores."""
     return Markup("_<wbr>").join(name.split("_"))
 
 
@@ -146,12 +146,12 @@ def _build_view(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shorten_target(target: str) -> str:
-    """A Hub id, or the last part of a local path."""
+    """Shorten a local path to its last part; a Hub id stays."""
     return Path(target).name if target.startswith(("/", "~", ".")) else target
 
 
 def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
-    """Methods with their number of equal texts, and the number equal under all lossless methods."""
+    """Add the number of equal texts to methods; count texts equal under all lossless methods."""
     lossless, methods = result["lossless"], result["methods"]
     if lossless is None:
         return methods, None
@@ -174,7 +174,7 @@ def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: floa
 def _build_category_panels(
     methods: dict[str, dict[str, Any]], baselines: list[str]
 ) -> dict[str, Any] | None:
-    """Rows per drafting method on shared axes, so that panels are comparable."""
+    """Build rows per drafting method on shared axes, so that panels are comparable."""
     panels = {
         name: row["by_category"]
         for name, row in methods.items()
@@ -194,7 +194,7 @@ def _build_category_panels(
 
 
 def _place_alpha_lines(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Lines with positions of their labels, spread so that no label covers another."""
+    """Place the lines and their labels, spread so that no label covers another."""
     rates = {name: row["alpha"][:DEEPEST] for name, row in methods.items() if row.get("alpha")}
     if not rates:
         return None
@@ -211,7 +211,7 @@ def _place_alpha_lines(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | N
 
 
 def _spread_labels(wanted: list[float], gap: float, limit: float) -> list[float]:
-    """Positions near the wanted ones, at least `gap` apart, none beyond `limit`."""
+    """Spread positions near the wanted ones, at least `gap` apart, none beyond `limit`."""
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     placed, last = list(wanted), -math.inf
     for index in order:
@@ -223,7 +223,7 @@ def _spread_labels(wanted: list[float], gap: float, limit: float) -> list[float]
 
 
 def _place_tree_nodes(tree: dict[str, Any]) -> dict[str, Any]:
-    """Nodes with positions: depth to the right, a best child level with its parent."""
+    """Place the nodes: depth to the right, a best child level with its parent."""
     parents, ranks, rates = tree["parents"], tree["ranks"], tree["acceptance"]
     depths, children = [0] * len(parents), [[] for _ in parents]  # type: ignore[var-annotated]
     for node, parent in enumerate(parents[1:], start=1):

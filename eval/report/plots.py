@@ -131,7 +131,7 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
 
 
 def step_ms(row: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of each part of a mean verify pass; in a batch one text's share.
+    """Compute milliseconds of each part of a mean verify pass; in a batch one text's share.
 
     Args:
         row: a method of `speedup.json`.
@@ -307,7 +307,7 @@ def _wrap_name(name: str) -> str:
 
 
 def _wrap_names(names: Iterable[str]) -> tuple[list[str], float]:
-    """Names in lines, and the height in inches of a panel with a row for each."""
+    """Wrap names into lines; return also the height in inches of a panel with a row for each."""
     names = list(map(_wrap_name, names))
     num_lines = 1 + max(name.count("\n") for name in names)
     return names, len(names) * (0.1 + 0.16 * num_lines)

@@ -286,7 +286,7 @@ def summarise_counts(
 
 
 def _per_draft(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
-    """1 + accepted / drafts, of dialogues that were drawn."""
+    """Compute 1 + accepted / drafts over dialogues that were drawn."""
     drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
     accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
     return 1 + accepted / max(1, drafts)

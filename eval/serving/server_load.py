@@ -156,7 +156,7 @@ def _num_tokens(each: LoadMeasurement) -> int:
 
 
 def _per_draft(counts: Sequence[DraftCounts]) -> float | None:
-    """1 + accepted / drafts, over all repeats."""
+    """Compute 1 + accepted / drafts over all repeats; None without drafts."""
     drafts = sum(each.drafts for each in counts)
     return 1 + sum(sum(each.accepted) for each in counts) / drafts if drafts else None
 
@@ -167,14 +167,14 @@ def _compute_speedup(
     prompts: Sequence[Prompt],
     seed: int,
 ) -> tuple[float, Interval]:
-    """The speed-up, and its 95% bootstrap interval over dialogues and repeats."""
+    """Compute the speed-up, and its 95% bootstrap interval over dialogues and repeats."""
     dialogues: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         dialogues.setdefault(prompt.dialogue, []).append(number)
 
     @cache
     def sums(repeats: tuple[int, ...]) -> list[list[float]]:
-        """Per dialogue the seconds and tokens of both, each text at its median over repeats."""
+        """Sum seconds and tokens of both per dialogue, each text at its median over repeats."""
         return [
             [
                 sum(statistics.median(value(each[r].texts[n]) for r in repeats) for n in numbers)
@@ -206,6 +206,6 @@ def _get_num_tokens(text: StreamedText) -> float:
 
 
 def _parse_pass(row: dict[str, Any]) -> LoadMeasurement:
-    """A pass from what `asdict` made of it."""
+    """Read a pass from the result of `asdict`."""
     texts = [StreamedText(**text) for text in row["texts"]]
     return LoadMeasurement(texts, row["seconds"], DraftCounts(**row["counts"]))

@@ -42,12 +42,12 @@ class BatchSizeAdvice:
 
     @property
     def fastest_length(self) -> int:
-        """Length of the fastest chain, even if it does not pay."""
+        """Return the length of the fastest chain, even if it does not pay."""
         return self.predicted.index(max(self.predicted)) + 1
 
     @property
     def best_length(self) -> int:
-        """Number of tokens to draft; 0 if no chain pays."""
+        """Return the number of tokens to draft; 0 if no chain pays."""
         return self.fastest_length if max(self.predicted) > 1 else 0
 
 
@@ -59,12 +59,12 @@ class Advice:
 
     @property
     def stops_paying(self) -> int | None:
-        """First batch size from which no chain is predicted to pay."""
+        """Find the batch size from which no chain is predicted to pay; None if some always does."""
         largest = max((p.batch_size for p in self.points if p.best_length), default=0)
         return next((p.batch_size for p in self.points if p.batch_size > largest), None)
 
     def describe_advice(self) -> dict[str, Any]:
-        """Advice for a results file."""
+        """Return the advice for a results file."""
         return {
             "points": [asdict(point) | {"best_length": point.best_length} for point in self.points],
             "stops_paying_at_batch_size": self.stops_paying,
@@ -93,7 +93,7 @@ class Advice:
 
 
 def estimate_advice(bench: Measurement, config: TreeSearchRun, context: list[int]) -> Advice:
-    """Predict from the acceptance of chains and the measured cost of passes.
+    """Predict the best chain at each batch size, from acceptance and measured costs of passes.
 
     Args:
         bench: measurement with one head.
@@ -115,7 +115,7 @@ def estimate_advice(bench: Measurement, config: TreeSearchRun, context: list[int
 def chain_taus(
     target: Target, head: MeasuredHead, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[float]:
-    """Tokens per verify pass of chains by length, from 1, with one replay of the longest."""
+    """Compute tokens per verify pass of chains by length, from 1, by one replay of the longest."""
     texts = StaticTreeReplay.from_prompts(
         target, head.draft_head, prompts, max_new_tokens, Tree.make_chain(head.max_useful_depth)
     )
@@ -126,7 +126,7 @@ def chain_taus(
 
 
 def estimate_speedups(taus: list[float], curve: CostCurve, drafts: dict[int, float]) -> list[float]:
-    """Speed-ups of chains by length, from 1.
+    """Estimate the speed-ups of chains by length, from 1.
 
     Args:
         taus: tokens per verify pass, by length.
@@ -177,7 +177,7 @@ def measure_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) ->
 def _measure_speedup(
     bench: Measurement, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
-    """Median speed-up of interleaved repeats; None if no batch got beyond its prompts."""
+    """Measure the median speed-up of interleaved repeats; None if no batch outlived its prompts."""
     ratios = []
     for _ in range(config.num_repeats + 1):
         speeds = []
@@ -197,7 +197,7 @@ def _measure_speedup(
 def measure_full_batch(
     target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int
 ) -> tuple[int, float]:
-    """Tokens and seconds after the prompts, until the first text ends.
+    """Count tokens and seconds after the prompts, until the first text ends.
 
     A server would then start another text; here the others continue in a smaller batch.
     """

@@ -67,23 +67,23 @@ class ChainSteps:
         )
 
     def compute_path_probabilities(self, calibration: Calibration) -> Floats:
-        """[S, D] chances that chains are accepted down to each depth."""
+        """Compute the chances [S, D] that chains are accepted down to each depth."""
         scaled = self.logits / calibration.temperatures + calibration.offsets
         return sigmoid(scaled).cumprod(1)
 
     def mask_accepted(self, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Masks [S] of a depth, from 1: steps that tested it, and those that accepted it."""
+        """Mark [S] the steps that tested a depth, from 1, and which of them accepted it."""
         tested = self.tested >= depth
         return tested, self.accepted[tested] >= depth
 
 
 def sigmoid(logits: Floats) -> Floats:
-    """Chances of logits, even far from 0."""
+    """Compute the chances of logits, even far from 0."""
     return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
 def _sum_bins(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
-    """Number, sum of chances and number accepted per bin."""
+    """Sum number, chances and accepted ones per bin."""
     places = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
     weights = (np.ones_like(chances), chances, kept.astype(float))
     return tuple(np.bincount(places, weight, NUM_BINS).astype(float) for weight in weights)
@@ -92,7 +92,7 @@ def _sum_bins(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
 def build_reliability_bins(
     chances: Floats, kept: NDArray[np.bool_]
 ) -> list[tuple[float, float, int]]:
-    """Mean chance, share accepted and number per non-empty bin.
+    """List mean chance, share accepted and number of each non-empty bin.
 
     Args:
         chances: [n].
@@ -103,13 +103,16 @@ def build_reliability_bins(
 
 
 def compute_ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
-    """Expected calibration error: mean distance of chance and share over bins, by their numbers."""
+    """Compute the expected calibration error: the mean distance of chance and share over bins.
+
+    Bins weigh by their numbers.
+    """
     _, chance, share = _sum_bins(chances, kept)
     return float(np.abs(chance - share).sum()) / max(1, len(chances))
 
 
 def fit_calibration(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Calibration:
-    """Fit depth by depth; a depth that no step tested stays unchanged."""
+    """Fit temperature and offset depth by depth; a depth that no step tested stays unchanged."""
     fitted: list[tuple[float, float]] = []
     path = np.ones(len(steps.logits))
     for depth, logits in enumerate(steps.logits.T, start=1):
@@ -124,7 +127,7 @@ def fit_calibration(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Ca
 
 
 def by_depth(steps: ChainSteps, calibration: Calibration) -> list[tuple[Floats, NDArray[np.bool_]]]:
-    """Per depth, the chance in every step that tested it, and whether it was accepted."""
+    """List per depth the chance in every step that tested it, and whether it was accepted."""
     chances, rows = steps.compute_path_probabilities(calibration), []
     for depth in range(1, chances.shape[1] + 1):
         tested, kept = steps.mask_accepted(depth)
@@ -216,5 +219,5 @@ class FixedLength(Calibration):
         return cls((), (), 0.5, num_tokens)
 
     def compute_chance(self, logits: Tensor, depth: int) -> Tensor:
-        """[B] ones down to the last token, then zeros."""
+        """Return [B] ones down to the last token, then zeros."""
         return torch.full_like(logits, float(depth <= self.num_tokens))

@@ -47,11 +47,11 @@ class PassCosts:
     verify: tuple[float, ...]
 
     def draft(self, share: float) -> float:
-        """Seconds of one token through a share of the layers."""
+        """Estimate the seconds of one token through a share of the layers."""
         return self.bare + share * (self.verify[0] - self.bare)
 
     def estimate_speedup(self, tokens_per_step: float, num_tokens: int, share: float) -> float:
-        """Speed-up over plain decoding, for chains of K tokens drafted by a share of the layers."""
+        """Estimate the speed-up of chains of K tokens drafted by a share of the layers."""
         step = num_tokens * self.draft(share) + self.verify[num_tokens]
         return tokens_per_step * self.verify[0] / step
 
@@ -127,7 +127,7 @@ def search_skipped_layers(
 
 
 def _estimate_sets(replays: "_Replays", target: Target) -> list[SkipChoice]:
-    """All sets tried, judged by their first draft tokens."""
+    """Estimate all sets of layers that the search tries, by their first draft tokens."""
     num_layers = target.num_layers
     tried = [replays.estimate_choice(list_skipped_layers(target, n)) for n in range(1, num_layers)]
     skip: tuple[int, ...] = ()
@@ -176,7 +176,7 @@ class _Replays:
         return self._choose_length(skip, self._count_accepted(skip, MAX_DRAFT_TOKENS))
 
     def _count_accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
-        """[text][n] draft tokens that a pass would accept at each root."""
+        """Count the draft tokens that a pass would accept at each root: [text][n]."""
         self.bar.update()
         tree = Tree.make_chain(depth)
         drafts = [own.draft_all_places(skip, depth).transpose(0, 1).tolist() for own in self.own]
@@ -211,7 +211,7 @@ def measure_pass_costs(target: Target, token_ids: list[int], num_tokens: int) ->
     prefill(target, cache, [token_ids])
 
     def seconds(length: int, skip: Sequence[int] = ()) -> float:
-        """Seconds of a pass over a chain after the text, with the choice of the next tokens."""
+        """Time a pass over a chain after the text, with the choice of the next tokens."""
         ids = torch.full((1, length), token_ids[0], device=target.device)
         places = torch.arange(length, device=target.device)
         causal = places.unsqueeze(1) >= places

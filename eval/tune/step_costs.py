@@ -63,7 +63,7 @@ class CostCurve:
     source: str = "measured"
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """Seconds for any number of tokens, extrapolated linearly beyond the last size."""
+        """Estimate the seconds of a pass over `num_tokens`, linearly beyond the last size."""
         if num_tokens <= self.sizes[-1] or len(self.sizes) == 1:
             return float(np.interp(num_tokens, self.sizes, self.seconds))
         (a, b), (s, t) = self.sizes[-2:], self.seconds[-2:]
@@ -172,7 +172,7 @@ def measure_step_costs(
 
 
 def build_typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[int]:
-    """The prompt of median length with half of its text."""
+    """Build a typical context: the prompt of median length with half of its text."""
     prompt, text = sorted(zip(prompts, texts, strict=True), key=lambda pair: len(pair[0]))[
         len(prompts) // 2
     ]

@@ -28,7 +28,7 @@ Path = tuple[int, ...]
 
 
 def build_widest_tree(depth: int) -> Tree:
-    """Make a tree that needs all candidates down to a depth."""
+    """Build a tree that needs all candidates down to a depth."""
     return Tree.from_paths([[0] * d + [rank] for d in range(depth) for rank in range(WIDTH)])
 
 
@@ -53,7 +53,7 @@ class StaticTreeReplay:
         max_new_tokens: int,
         tree: Tree,
     ) -> "StaticTreeReplay":
-        """Read texts after some prompts, with enough candidates for a tree."""
+        """Answer prompts with the target, and rank candidates for a tree along the answers."""
         asked = [prompt.token_ids for prompt in prompts]
         responses, ranked = generate_greedy_answers(target, asked, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
@@ -62,7 +62,7 @@ class StaticTreeReplay:
         return cls(responses, ranked)
 
     def replay_shape(self, tree: Tree) -> list[list[Step]]:
-        """Verify passes that decoding each text with a tree would take, exactly."""
+        """Replay, exactly, the verify passes that decoding each text with a tree would take."""
         return [
             replay_tree(tree, ranked, response)
             for ranked, response in zip(self.ranked, self.responses, strict=True)
@@ -70,7 +70,7 @@ class StaticTreeReplay:
 
 
 def compute_node_values(texts: StaticTreeReplay) -> dict[Path, float]:
-    """Value of every path of candidate ranks that was right at least once."""
+    """Compute the value of every path of candidate ranks that was right at least once."""
     counts: Counter[Path] = Counter()
     num_places = 0
     for ranked, response in zip(texts.ranked, texts.responses, strict=True):
@@ -86,7 +86,7 @@ def compute_node_values(texts: StaticTreeReplay) -> dict[Path, float]:
 
 
 def build_best_trees(values: dict[Path, float], depth: int, max_nodes: int) -> list[Tree]:
-    """Best tree of every size up to `max_nodes` draft tokens, at most `depth` deep.
+    """Build the best tree of every size up to `max_nodes` draft tokens, at most `depth` deep.
 
     Values are known per node and never rise along a path. The best tree of m + 1 nodes is therefore
     that of m with the best remaining node, whose parent is in it. (Sequoia, arXiv 2402.12374,
@@ -117,7 +117,7 @@ class DrawnTree:
     def from_expanded_tree(
         cls, tokens: list[int], scores: list[float], parents: list[int], future: list[int]
     ) -> "DrawnTree":
-        """Follow a text from a position on in the result of `EagleTree.expand` there."""
+        """Follow a text from a position on through a tree of `DynamicDrafter.expand_trees`."""
         depths = [0]
         for parent in parents:
             depths.append(depths[parent] + 1)
@@ -136,7 +136,7 @@ class DrawnTree:
         return cls([[int((levels[:place] <= d).sum()) for place in places[:d]] for d in limits])
 
     def count_accepted(self, depth: int, num_tokens: int) -> int:
-        """Accepted draft tokens of the tree with these limits."""
+        """Count the accepted draft tokens of the tree under these limits."""
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
@@ -198,7 +198,7 @@ class DynamicTreeReplay:
         depth: int,
         top_ks: Sequence[int],
     ) -> "DynamicTreeReplay":
-        """Read texts after some prompts, with trees up to `depth` from `make`'s drafters."""
+        """Answer prompts with the target, and draw trees up to `depth` with `make`'s drafters."""
         nested = make(DynamicShape(1, 1, 1)).has_nested_trees
         depths = [depth] if nested else range(1, depth + 1)
         limits = [(deep, top_k) for top_k in top_ks for deep in depths]
@@ -219,16 +219,16 @@ class DynamicTreeReplay:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest trees."""
+        """Return the depth of the deepest trees."""
         return max(depth for depth, _ in self.drawn)
 
     @property
     def top_ks(self) -> list[int]:
-        """All drawn values of top-k, rising."""
+        """List the drawn values of top-k, rising."""
         return sorted({top_k for _, top_k in self.drawn})
 
     def replay_shape(self, shape: DynamicShape) -> list[list[Step]]:
-        """Verify passes that decoding each text with a shape would take, exactly."""
+        """Replay, exactly, the verify passes that decoding each text with a shape would take."""
         drawn = self.drawn[self.depth if self.has_nested_trees else shape.depth, shape.top_k]
         return [
             build_steps(

@@ -42,13 +42,15 @@ class Translator:
         self.start = start if start == [draft.bos_token_id] else []
 
     def to_draft_ids(self, target_ids: list[int]) -> list[int]:
-        """Ids of the draft model for a piece of text, without an incomplete last character."""
+        """Translate a piece of text to the draft model's ids, less an incomplete last character."""
         whole, _ = self._split_incomplete_character(target_ids)
         text = _decode_ids(self.target, [i for i in whole if i not in self.unread])
         return _encode_text(self.draft, text)
 
-    def save(self, target_ids: list[int], read: list[int], drafted: list[int]) -> list[int]:
-        """Ids of the target for `drafted`, after `target_ids`, which were read as `read`.
+    def to_target_ids(
+        self, target_ids: list[int], read: list[int], drafted: list[int]
+    ) -> list[int]:
+        """Translate drafted tokens to the target's ids.
 
         Empty if the text cannot continue this way without changing existing ids.
         """
@@ -95,7 +97,10 @@ class Translation:
             self._advance_window()
 
     def translate_text(self, root: int) -> tuple[list[int], list[int]]:
-        """The text up to `root` in the draft model's ids: the whole, and the window's part."""
+        """Translate the text up to `root` to the draft model's ids.
+
+        Returns the ids of the whole text, and the ids that the window alone gives.
+        """
         recent = self.translator.to_draft_ids([*self.tail, root])
         ids = self.done + recent[self.overlap :]
         start = self.translator.start
@@ -154,7 +159,7 @@ class CrossTokenizerDrafter:
         ]
         drafted = self._draft_chains([ids for ids, _ in texts])
         rows = [
-            self.translator.save([*text.tail, root], recent, tokens)
+            self.translator.to_target_ids([*text.tail, root], recent, tokens)
             for text, root, (_, recent), tokens in zip(
                 self.texts, roots.ids, texts, drafted, strict=True
             )
@@ -173,7 +178,7 @@ class CrossTokenizerDrafter:
         self.texts[row] = other.texts[0]
 
     def _draft_chains(self, texts: list[list[int]]) -> list[list[int]]:
-        """Likeliest tokens after the texts, after reading their new tokens."""
+        """Read the new tokens of the texts, and draft the likeliest tokens after them."""
         assert self.cache is not None
         rooms = [
             min(self.num_tokens, count_draftable_tokens(self.model, len(text))) for text in texts
@@ -208,7 +213,7 @@ def _encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def _unknown_specials(tokenizer: Any, other: Any) -> set[int]:
-    """Ids of special tokens that the other tokenizer does not write equally."""
+    """List ids of special tokens that the other tokenizer does not write equally."""
     known = other.get_vocab()
     added = tokenizer.added_tokens_decoder.items()
     special = {index for index, token in added if token.special} | set(tokenizer.all_special_ids)

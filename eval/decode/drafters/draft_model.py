@@ -166,7 +166,10 @@ class DraftModel:
         self.generators.insert_row(row, other.generators)
 
     def _choose_children(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
-        """[B, C] children from logits [B, n, V]; when sampling, `probs` gets their q [B, n, V]."""
+        """Choose the children [B, C] of nodes by logits [B, n, V].
+
+        When sampling, the distribution q [B, n, V] of the children is appended to `probs`.
+        """
         if self.sampling.is_greedy:
             candidates = logits.topk(level.num_candidates).indices
         else:
@@ -183,7 +186,7 @@ class DraftModel:
 
 
 def count_draftable_tokens(model: Target, length: int) -> int:
-    """Number of tokens that a draft model can draft in a row after a text of this length.
+    """Count the tokens that a draft model can draft in a row after a text of this length.
 
     It reads all of them but the last.
     """
@@ -203,7 +206,7 @@ def commit_tokens(model: Target, cache: TreeCache, rows: list[list[int]]) -> Ten
 
 
 def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:
-    """[B, n, num_tokens] int64 sampled without replacement from [B, n, V], in drawing order.
+    """Sample [B, n, num_tokens] int64 ids without replacement from [B, n, V], in drawing order.
 
     Like `Generators.sample`, but takes several of the best. PAD where no probability is left.
     """
@@ -254,7 +257,10 @@ class _Level:
 
 
 def _build_levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level]:
-    """Depths from the root down; of children that are not ranked, the first is drawn first."""
+    """Build the levels from the root down.
+
+    Of children that are not ranked, the first is drawn first.
+    """
     levels, mask, read = [], tree.build_mask(), []
     for depth in range(tree.depth):
         nodes = [n for n, d in enumerate(tree.depths) if d == depth and tree.children[n]]
@@ -281,7 +287,10 @@ def _build_levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level
 
 
 def _by_node(levels: list[_Level], probs: list[Tensor]) -> Tensor:
-    """[B, N', V] q by node, from q [B, n, V] by depth; N' - 1 is the last node with children."""
+    """Order q [B, n, V] of each depth by node: [B, N', V].
+
+    N' - 1 is the last node with children.
+    """
     last = levels[len(probs) - 1].nodes[-1]
     nodes = torch.cat([level.places for level in levels[: len(probs)]]) + 1
     q = torch.cat(probs, dim=1)

@@ -40,7 +40,7 @@ class _Pool:
             tails.popitem(last=False)
 
     def list_tails(self, token: int) -> list[Ngram]:
-        """Tails that may follow, the latest first."""
+        """List the tails that may follow a token, the latest first."""
         return list(reversed(self.tails.get(token, OrderedDict())))
 
 
@@ -53,7 +53,7 @@ class _Trie:
         self.children: dict[tuple[int, int], int] = {}
 
     def add_child(self, parent: int, token: int) -> int:
-        """Child of a node with a token, made if missing; node 0 is the root."""
+        """Return the child of a node with this token, made if missing; node 0 is the root."""
         node = self.children.get((parent, token))
         if node is None:
             self.tokens.append(token)

@@ -43,7 +43,7 @@ class _Table:
         self.text.append(token)
 
     def record_follower(self, ngram: tuple[int, ...], follower: int) -> None:
-        """Note that `follower` continues the text after an n-gram."""
+        """Record that `follower` continues the text after an n-gram."""
         raise NotImplementedError
 
     def draft(self, num_tokens: int) -> list[int]:
@@ -80,7 +80,7 @@ class _Followers(_Table):
         self.best: dict[tuple[int, ...], int] = {}
 
     def record_follower(self, ngram: tuple[int, ...], follower: int) -> None:
-        """Count; the most frequent follower leads, the latest among equals."""
+        """Count a follower; the most frequent one leads, the latest among equals."""
         self.counts[ngram, follower] = self.counts.get((ngram, follower), 0) + 1
         leader = self.best.get(ngram, follower)
         if self.counts[ngram, follower] >= self.counts[ngram, leader]:
@@ -173,7 +173,10 @@ class SuccessorTable:
         self.table: Tensor | None = None
 
     def record_successors(self, tokens: Tensor, logits: Tensor) -> None:
-        """Take the target's logits [B, N, V] after tokens [B, N]; PAD gets none."""
+        """Record the best tokens of the target's logits [B, N, V] after tokens [B, N].
+
+        PAD gets none.
+        """
         if self.table is None:
             size = (logits.shape[-1] + 1, NUM_SUCCESSORS)
             self.table = torch.full(size, PAD, device=logits.device)
@@ -182,7 +185,7 @@ class SuccessorTable:
         self.table[PAD] = PAD
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """[..., 8] int64 successors, the best first; PAD for a token not read yet."""
+        """Look up the [..., 8] int64 successors of tokens, best first; PAD if never read."""
         if self.table is None:
             return tokens.new_full((*tokens.shape, NUM_SUCCESSORS), PAD)
         return self.table[tokens]
@@ -204,7 +207,7 @@ class Recycling:
         self.drafted: Tensor | None = None
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Learn from every node of the last draft."""
+        """Record the successors of every node of the last draft."""
         if seen.logits is not None:
             assert self.drafted is not None
             self.successors.record_successors(self.drafted, seen.logits)

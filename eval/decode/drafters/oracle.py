@@ -51,7 +51,7 @@ class Oracle:
 
     @property
     def num_static_nodes(self) -> int | None:
-        """Number of nodes of the tree."""
+        """Return the number of nodes of the tree."""
         return self.tree.num_nodes
 
     def observe(self, seen: CommittedTokens) -> None:

@@ -25,7 +25,7 @@ from heads.target_model.model import FeatureLayers, Target
 
 
 def list_skipped_layers(target: Target, num_layers: int) -> tuple[int, ...]:
-    """Layers left out if only the first `num_layers` run."""
+    """List the layers that are left out if only the first `num_layers` run."""
     return tuple(range(num_layers, target.num_layers))
 
 
@@ -118,7 +118,7 @@ class ReplayText:
         target.run_pending(self.cache, self.ids[None], causal[None], self.places[None])
 
     def draft_all_places(self, skip: Sequence[int], depth: int) -> Tensor:
-        """[depth, n, 1] int64 best token of each depth.
+        """Draft a chain at every root: [depth, n, 1] int64 best token of each depth.
 
         Entries after a chain leaves the text are meaningless.
 

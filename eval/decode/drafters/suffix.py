@@ -140,7 +140,7 @@ class SuffixDrafter:
         )
 
     def draft_chains(self, roots: list[int]) -> list[tuple[list[int], float]]:
-        """Chain of each text, with the number of its tokens expected to be right."""
+        """Draft a chain for each text, with the number of its tokens expected to be right."""
         pairs = zip(self.texts, roots, strict=True)
         return [text.draft(root, self.limits) for text, root in pairs]
 
@@ -189,7 +189,7 @@ class _Text:
 def _draft_best_chain(
     runs: list[_Run], root: int, num_tokens: int, factor: float, min_prob: float
 ) -> tuple[list[int], float]:
-    """Draft after `root`, and the number of its tokens expected to be right.
+    """Draft a chain after `root`, with the number of its tokens expected to be right.
 
     Args:
         runs: runs of a text that ends before `root`, see `SuffixTree.grow`.
@@ -306,7 +306,7 @@ def _replace_by_chains(draft: Draft, chains: list[list[int]], copied: list[bool]
 
 
 def _list_parents(draft: Draft) -> Tensor:
-    """[B or 1, N - 1] parents of the nodes without the root."""
+    """Return the [B or 1, N - 1] parents of all nodes but the root."""
     return draft.tree if isinstance(draft.tree, Tensor) else draft.build_layout().parents[:, 1:]
 
 

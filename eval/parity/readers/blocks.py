@@ -136,11 +136,11 @@ class BlockShape(HeadShape):
 
     @property
     def slots(self) -> slice:
-        """Rows that draft."""
+        """Select the rows that draft."""
         return slice(0 if self.drafts_next_token else 1, None)
 
     def list_tensor_shapes(self) -> Shapes:
-        """Shapes of the tensors that every block drafter has."""
+        """Compute the shapes of the tensors that every block drafter has."""
         hidden = self.hidden_size
         shapes: Shapes = {
             "fc.weight": (hidden, len(self.layers) * self.target_hidden_size),
@@ -171,7 +171,7 @@ class BlockConfigReader:
         )
 
     def parse_shape(self, block: EngineConfig, anchored: bool, causal: bool) -> BlockShape:
-        """Read the shape that is built.
+        """Read the shape that the serving engine builds.
 
         Args:
             block: section with the mask token and, except in speculators, the layers.
@@ -228,7 +228,7 @@ class BlockConfigReader:
             plan.get_section("verifier").require_key("name_or_path", str, refused)
 
     def _parse_layers(self, block: EngineConfig) -> tuple[int, ...]:
-        """Indices of `output_hidden_states`, translated from the engine's own."""
+        """Read the hidden states as indices of `output_hidden_states`, from the engine's own."""
         if self.is_speculators:
             key, place, offset = "aux_hidden_state_layer_ids", self.root, 0
         else:
@@ -259,14 +259,14 @@ class BlockConfigReader:
         return layer.require_key("sliding_window", int, "takes 4096")
 
     def _list_full_layers(self) -> tuple[int, ...]:
-        """Layers without a window, if other layers have one."""
+        """List the layers without a window, if other layers have one."""
         if self._parse_window() is None:
             return ()
         kinds = self.layer.require_key("layer_types", list, "guesses by other keys")
         return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
     def parse_causal(self, place: EngineConfig, key: str) -> bool:
-        """Tell whether rows see no later rows of their block, at least in layers with a window.
+        """Tell whether rows of layers with a window see no later rows of their block.
 
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
@@ -278,7 +278,10 @@ class BlockConfigReader:
         return not place.has_key(key)
 
     def parse_speculators_causal(self) -> bool:
-        """`causal` in speculators' layout, where only layers with a window can be causal."""
+        """Tell whether a row sees no later rows of its block, by `sliding_window_non_causal`.
+
+        In speculators' format only layers with a window can be causal.
+        """
         key = "sliding_window_non_causal"
         free = self.root.require_key(key, bool, "guesses, and vLLM not as speculators does")
         if not free and (self._parse_window() is None or self._list_full_layers()):
@@ -313,7 +316,7 @@ class ServedBlocks(ServedLayers):
 
     @property
     def report_lines(self) -> list[str]:
-        """Lines about the checks."""
+        """Describe the checks, a line each."""
         shape = self.shape
         rows = "one after another" if shape.causal else "all at once"
         seen = "all of the text" if shape.window is None else f"{shape.window} tokens"
@@ -325,7 +328,7 @@ class ServedBlocks(ServedLayers):
         ]
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, r] logits of the reference ids, and [S] logsumexp over all ids, of each slot."""
+        """Yield logits [S, r] of the reference ids and logsumexp [S] over all ids, slot by slot."""
         golden = self.golden
         position_ids, tokens = (
             golden.require_tensor(name, (None,)) for name in ("position_ids", "token_ids")
@@ -353,12 +356,15 @@ class ServedBlocks(ServedLayers):
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [S, W] of a slot after tokens [S], and the next state; unchanged for DFlash."""
+        """Compute a slot's logits [S, W] after tokens [S], and the next state.
+
+        DFlash leaves `base` unchanged.
+        """
         del outputs, before
         return base, state
 
     def _compute_block(self, row: int, position_ids: Tensor) -> Tensor:
-        """[D, H] inputs of the output head, for the slots of the block after a row."""
+        """Compute the inputs [D, H] of the output head, for the slots of the block after a row."""
         golden, shape = self.golden, self.shape
         wanted = (None, shape.target_hidden_size)
         features = [
@@ -372,7 +378,7 @@ class ServedBlocks(ServedLayers):
         return self.apply_norm(states, "norm")[shape.slots]
 
     def embed_block(self, row: int) -> Tensor:
-        """[R, H] embeddings of the block after a row, by the head's own embedding if it has one."""
+        """Embed the block after a row, [R, H], by the head's own embedding if it has one."""
         golden, hidden, num_masks = self.golden, self.shape.hidden_size, self.shape.block_size - 1
         if EMBEDDING in self.export.tensors:
             token = int(golden.require_tensor("token_ids", (None,))[row])
@@ -385,7 +391,10 @@ class ServedBlocks(ServedLayers):
     def _compute_layer(
         self, number: int, states: Tensor, context: Tensor, before: Tensor, places: Tensor
     ) -> Tensor:
-        """[R, H] layer output over its block [R, H] at `places` and states [s, H] at `before`."""
+        """Compute a layer's output [R, H] over its block.
+
+        The block [R, H] stands at `places`, the text's states [s, H] at `before`.
+        """
         name = f"layers.{number}."
 
         def attend(inputs: Tensor) -> Tensor:
@@ -410,12 +419,12 @@ class ServedBlocks(ServedLayers):
     def apply_sublayer(
         self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """[R, H] output of a sublayer, which subclasses may wrap."""
+        """Apply a sublayer to [R, H]; subclasses may wrap it."""
         del name
         return sublayer(inputs)
 
     def _build_mask(self, number: int, num_tokens: int) -> Tensor:
-        """[R, s + R] bool visibility in a layer, by the distance of tokens."""
+        """Build the mask [R, s + R] bool of what rows see in a layer, by the distance of tokens."""
         shape = self.shape
         keys = torch.arange(num_tokens + shape.block_size)
         rows = keys[num_tokens:].unsqueeze(1)
@@ -490,7 +499,7 @@ class ServedDFlash2(ServedBlocks):
     def apply_sublayer(
         self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """[R, H] output of a sublayer between two convolutions."""
+        """Apply a sublayer between two convolutions: [R, H]."""
         base = self.weights[f"{name}_conv.base_kernel"]
         change = self.apply_linear(inputs, f"{name}_conv.kernel_projection")
         change = change.view(len(inputs), 2, self._settings.conv_kernel_size, self._groups)
@@ -499,7 +508,7 @@ class ServedDFlash2(ServedBlocks):
         )
 
     def _convolve_rows(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
-        """[R, H] computed row by row, each a sum over earlier rows."""
+        """Convolve [R, H] row by row, each a sum over earlier rows."""
         size, outputs = rows.shape[1] // self._groups, []
         for row in range(len(rows)):
             mixed = torch.zeros(rows.shape[1])
@@ -512,7 +521,10 @@ class ServedDFlash2(ServedBlocks):
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[S, V] logits of each row's candidates, by the previous token; -inf for the others."""
+        """Compute logits [S, V] of each row's candidates, by the previous token.
+
+        Other tokens get -inf.
+        """
         first, second = (
             self.weights[f"{SELECTOR}{n}_codebook"] for n in ("predecessor", "successor")
         )
@@ -524,7 +536,7 @@ class ServedDFlash2(ServedBlocks):
         return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
 
     def embed_block(self, row: int) -> Tensor:
-        """[R, H] scaled embeddings of the block after a row."""
+        """Embed and scale the block after a row: [R, H]."""
         return super().embed_block(row) * self._settings.input_embedding_scale
 
 
@@ -560,7 +572,7 @@ class ServedDSpark(ServedBlocks):
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [S, W] of a slot, with those of the Markov head added."""
+        """Add the logits of the Markov head to a slot's [S, W]."""
         memory = self.weights[f"{MARKOV_FIRST}.weight"][before]
         if self._markov == "gated":
             memory = (

@@ -201,7 +201,7 @@ class EagleShape(HeadShape):
     logit_scale: float
 
     def list_tensor_shapes(self) -> Shapes:
-        """Shapes of the required tensors."""
+        """Compute the shapes of the required tensors."""
         hidden, width = self.hidden_size, self.target_hidden_size
         norms = ["post_attention_layernorm"]
         if self.eagle3:
@@ -251,7 +251,7 @@ class EagleConfigReader:
         )
 
     def parse_shape(self, own_head: bool) -> EagleShape:
-        """Read what is built from a file with or without an output head.
+        """Read the shape that is built from a file with or without an output head.
 
         Raises:
             InputError: the serving engine would refuse the config, guess a value, or read another
@@ -345,7 +345,7 @@ class EagleConfigReader:
         return size
 
     def _parse_layers(self, same_width: bool) -> tuple[int, ...]:
-        """Indices of `output_hidden_states` that the serving engine gives to the head."""
+        """Read the indices of `output_hidden_states` that the serving engine gives to the head."""
         count, where, title = self._golden.num_layers, self._engine.layers, self._engine.title
         self._eagle.check_allowed("use_aux_hidden_state", True)
         first = 0
@@ -460,7 +460,7 @@ class ServedEagle(ServedLayers):
 
     @property
     def report_lines(self) -> list[str]:
-        """Lines about the checks."""
+        """Describe the checks, a line each."""
         shape = self.shape
         on = ", ".join(sorted(shape.flags)) or "none"
         read = f"hidden states {list(shape.layers)}" if shape.eagle3 else "the last hidden state"
@@ -471,7 +471,7 @@ class ServedEagle(ServedLayers):
         ]
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the reference ids, and [S] logsumexp over all ids, at each depth."""
+        """Yield logits [S, R] of the reference ids and logsumexp [S] over all ids, by depth."""
         golden, shape = self.golden, self.shape
         position_ids = golden.require_tensor("position_ids", (None,))
         reached, all_positions = int(position_ids.max()), golden.max_position_embeddings
@@ -498,7 +498,7 @@ class ServedEagle(ServedLayers):
                 yield shape.logit_scale * states @ rows.T, None
 
     def list_expected_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of required and of optional tensors."""
+        """Compute the shapes of required and of optional tensors."""
         shape, conventions = self.shape, self.conventions
         if not shape.own_head and "output_head" not in self.golden.tensors:
             raise self.make_error(
@@ -558,7 +558,7 @@ class ServedEagle(ServedLayers):
         return self.apply_linear(features, "fc")
 
     def build_layer_inputs(self, fed: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
-        """[S, I] input of the attention and [S, H] residual of the first layer."""
+        """Build the attention's input [S, I] and the residual [S, H] of the first layer."""
         if not self.shape.eagle3:
             inputs = self.apply_linear(torch.cat([embeds, fed], dim=-1), "fc")
             return inputs, inputs
@@ -568,14 +568,14 @@ class ServedEagle(ServedLayers):
         return torch.cat([embeds, states], dim=-1), residual
 
     def finish_layer(self, residual: Tensor, attended: Tensor, layer: str) -> Tensor:
-        """[S, H] output of a layer, from residual [S, H] and attention output [S, Q * d]."""
+        """Compute a layer's output [S, H] from residual [S, H] and attention output [S, Q * d]."""
         hidden = residual + self.apply_linear(attended, f"{layer}self_attn.o_proj")
         return hidden + self.apply_mlp(
             self.apply_norm(hidden, f"{layer}post_attention_layernorm"), layer
         )
 
     def _select_embeddings(self, token_ids: Tensor) -> Tensor:
-        """[S + D, H] embeddings that the serving engine uses."""
+        """Select the embeddings [S + D, H] that the serving engine uses."""
         shape = self.shape
         wanted = (len(token_ids), shape.hidden_size)
         if self.embedding is None:
@@ -613,7 +613,7 @@ class ServedPEagle(ServedEagle):
             )
 
     def list_expected_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of required and of optional tensors."""
+        """Compute the shapes of required and of optional tensors."""
         must, may = super().list_expected_shapes()
         shape = self.shape
         for number in range(1, self.num_layers):

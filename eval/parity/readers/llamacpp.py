@@ -78,7 +78,7 @@ class GgufHead:
         self.freqs = self.tensors.pop(FREQS, None)
 
     def parse_sizes(self) -> dict[str, Any]:
-        """Values of `HeadShape`, except the width of hidden states and `qk_norm`.
+        """Read the values of `HeadShape`, except the width of hidden states and `qk_norm`.
 
         Raises:
             InputError: llama.cpp would guess a value, or compute with another.
@@ -133,7 +133,7 @@ class GgufHead:
         return tuple(ids)
 
     def _parse_rope(self, head_dim: int) -> Rope:
-        """RoPE of the metadata, with the file's own divisors."""
+        """Build RoPE from the metadata, with the file's own divisors."""
         keys = self.keys
         settings: dict[str, Any] = {
             "rope_theta": keys.require_key("rope.freq_base", float, "turns with a theta of 10000")
@@ -159,7 +159,7 @@ class GgufHead:
         return replace(rope, frequencies=rope.frequencies / self.freqs)
 
     def build_export(self, names: dict[str, str]) -> Export:
-        """Export with tensors under the names of their original authors.
+        """Build the export with tensors under the names of their original authors.
 
         Args:
             names: names of tensors outside the layers.
@@ -191,7 +191,7 @@ class GgufHead:
             )
 
     def _to_d2t_offsets(self, ids: Tensor) -> Tensor:
-        """[W] `d2t` as other engines have it, from llama.cpp's ids [W]."""
+        """Convert llama.cpp's ids [W] to `d2t` as other engines have it, [W]."""
         self._check_dtype("d2t", ids, torch.int64)
         size = self.golden.vocab_size
         if ids.min() < 0 or ids.max() >= size or len(ids.unique()) != len(ids):
@@ -203,7 +203,7 @@ class GgufHead:
 
 
 def _read_eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
-    """EAGLE-3 head, with rotated neighbours and perhaps the target's output head."""
+    """Read an EAGLE-3 head, with rotated neighbours and perhaps the target's output head."""
     head = GgufHead(export, golden, "eagle3")
     head.keys.check_equal("block_count", 1, "as its graph has one layer", "loads nothing")
     sizes = head.parse_sizes()
@@ -231,7 +231,7 @@ def _read_eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
 
 
 def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
-    """Block drafter, of the kind that its tensors show."""
+    """Read a block drafter, of the kind that its tensors show."""
     head = GgufHead(export, golden, "dflash")
     keys, sizes, hidden = head.keys, head.parse_sizes(), head.hidden
     mask = int(golden.require_tensor("mask_token_id", (1,)))
@@ -285,7 +285,7 @@ def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
 
 
 def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
-    """Parts of a DFlash-2 head beyond DFlash's."""
+    """Read the settings of a DFlash-2 head beyond DFlash's."""
     numbers = {
         key: keys.require_key(key, int, "loads nothing")
         for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -302,5 +302,5 @@ def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedEagle | ServedBlocks:
-    """See `eval.parity.parity_check.Reader`."""
+    """Build the head of an export. See `eval.parity.parity_check.Reader`."""
     return (_read_eagle3 if export.kind == "eagle3" else _read_blocks)(export, golden)

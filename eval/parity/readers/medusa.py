@@ -89,7 +89,7 @@ class ServedMedusa(ServedHead):
 
     @property
     def report_lines(self) -> list[str]:
-        """Lines about the checks."""
+        """Describe the checks, a line each."""
         return [
             f"config.json: {self.title} reads {self._num_heads} heads of {self._num_blocks} "
             f"blocks over {self._hidden_size} hidden units",
@@ -97,7 +97,7 @@ class ServedMedusa(ServedHead):
         ]
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """[S, R] logits of the reference ids, and [S] logsumexp over all ids, of each head."""
+        """Yield logits [S, R] of the reference ids and logsumexp [S] over all ids, head by head."""
         ids = self.golden.require_tensor("ids", (None,))
         last = f"hidden_states.{self.golden.num_layers}"
         features = self.golden.require_tensor(last, (None, self._hidden_size))
@@ -110,7 +110,7 @@ class ServedMedusa(ServedHead):
             yield every[:, ids], every.logsumexp(dim=-1)
 
     def _list_expected_shapes(self) -> Shapes:
-        """Shapes by the original names."""
+        """Compute the expected shapes by the original names."""
         size = self._hidden_size
         shapes: Shapes = {}
         for head in range(self._num_heads):
@@ -130,5 +130,5 @@ class ServedMedusa(ServedHead):
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedMedusa:
-    """See `eval.parity.parity_check.Reader`."""
+    """Build the head of an export. See `eval.parity.parity_check.Reader`."""
     return ServedMedusa(export, golden)

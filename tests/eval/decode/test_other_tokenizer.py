@@ -216,7 +216,10 @@ def test_characters_come_whole() -> None:
     assert read == its("fine ").input_ids[1:]
     # The draft model says the whole character; only its last byte is new.
     for character, found in (("🙂", smile[-1:]), ("—", [])):
-        assert translator.save(smile[:-1], read, its.encode(f"fine {character}")[-1:]) == found
+        assert (
+            translator.to_target_ids(smile[:-1], read, its.encode(f"fine {character}")[-1:])
+            == found
+        )
 
 
 def test_only_what_keeps_the_ids_that_are_there_is_written() -> None:
@@ -227,11 +230,13 @@ def test_only_what_keeps_the_ids_that_are_there_is_written() -> None:
     for cut in range(1, len(whole)):
         read = translator.to_draft_ids(whole[:cut])
         drafted = translator.to_draft_ids(whole)[len(read) :]
-        assert translator.save(whole[:cut], read, drafted) == whole[cut:]
+        assert translator.to_target_ids(whole[:cut], read, drafted) == whole[cut:]
     letters = [made.convert_tokens_to_ids(letter) for letter in "hell"]
     read = translator.to_draft_ids(letters)
     # The target would not have written these letters so, had it meant this word.
-    assert translator.save(letters, read, translator.to_draft_ids(whole)[len(read) :]) == []
+    assert (
+        translator.to_target_ids(letters, read, translator.to_draft_ids(whole)[len(read) :]) == []
+    )
 
 
 def test_special_tokens_are_those_of_the_same_name() -> None:
@@ -242,7 +247,7 @@ def test_special_tokens_are_those_of_the_same_name() -> None:
         read = translator.to_draft_ids(text)
         assert its.decode(read) == "hello"  # it knows nothing of <|im_start|>
         more = its.convert_tokens_to_ids(list("fine"))
-        found = translator.save(text, read, [*more, its.eos_token_id])
+        found = translator.to_target_ids(text, read, [*more, its.eos_token_id])
         assert made.decode(found) == "fine" + made.decode(end)
         assert translator.start == [1]
     assert Translator(same, made).start == []
