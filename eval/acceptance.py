@@ -77,10 +77,10 @@ from heads.decoding.tree import Tree
 
 
 def main(config: AcceptanceRun) -> None:
-    """Measure a head, under each condition if there are several."""
+    """Measure a head, once or under each of several conditions."""
     if not config.conditions:
-        with open_measurement(config, RESULT, may_use_engines=True) as bench:
-            if measure_and_report(bench, config):
+        with open_measurement(config, RESULT, may_use_engines=True) as measurement:
+            if measure_and_report(measurement, config):
                 print_speedup_command(config)
         return
     fill_default_paths(config, prompts=True)
@@ -88,16 +88,16 @@ def main(config: AcceptanceRun) -> None:
     with ExitStack() as stack:
         first: Measurement | None = None
         for name, run in build_condition_runs(config).items():
-            if (found := load_finished_result(run)) is not None:
-                results[name] = found
+            if (finished := load_finished_result(run)) is not None:
+                results[name] = finished
                 continue
-            bench = stack.enter_context(
+            measurement = stack.enter_context(
                 open_measurement(run, RESULT, may_use_engines=True, like=first)
             )
-            first = first or bench
-            if bench.is_main_process:
+            first = first or measurement
+            if measurement.is_main_process:
                 Console().rule(name or "as given")
-            results[name] = measure_and_report(bench, run)
+            results[name] = measure_and_report(measurement, run)
     if first is None or first.is_main_process:
         console = Console()
         console.print(build_conditions_table(results))
@@ -113,19 +113,19 @@ def print_speedup_command(config: AcceptanceRun) -> None:
     print_next_command("acceptance", same | {"out_dir": config.out_dir})
 
 
-def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, Any]:
+def measure_and_report(measurement: Measurement, config: AcceptanceRun) -> dict[str, Any]:
     """Measure, print, and write `acceptance.json`, its picture and files for other tools.
 
     Returns:
         The contents of `acceptance.json`; empty in all processes but the first.
     """
-    with open_jsonl_store(config, RESULT, bench) as journal:
-        result = measure_acceptance(bench, config, journal)
-    if not bench.is_main_process:
+    with open_jsonl_store(config, RESULT, measurement) as journal:
+        result = measure_acceptance(measurement, config, journal)
+    if not measurement.is_main_process:
         return {}
     console = Console()
     print_acceptance(result, console)
-    path = write_result(config, RESULT, result, bench)
+    path = write_result(config, RESULT, result, measurement)
     written: dict[str, Any] = json.loads(path.read_text())
     plot_acceptance(written, path.with_suffix(".png"))
     console.print(format_conditions(written), highlight=False, markup=False)
@@ -135,25 +135,25 @@ def measure_and_report(bench: Measurement, config: AcceptanceRun) -> dict[str, A
 
 
 def measure_acceptance(
-    bench: Measurement, config: AcceptanceRun, journal: JsonlStore
+    measurement: Measurement, config: AcceptanceRun, journal: JsonlStore
 ) -> dict[str, Any]:
-    """Make the content of `acceptance.json`: the chain's figures, and the tree's under its key."""
-    numbers = range(len(bench.prompts))
+    """Measure the content of `acceptance.json`: the chain's figures, the tree's under its key."""
+    numbers = range(len(measurement.prompts))
     with tqdm(total=len(numbers), desc=config.mode.value, unit="prompt") as bar:
-        size = bench.answer_source.preferred_batch_size
+        size = measurement.answer_source.preferred_batch_size
         for first in numbers[::size]:
             group = numbers[first : first + size]
-            todo = [number for number in group if number not in journal.done_ids]
-            bar.update(len(group) - len(todo))
+            remaining = [number for number in group if number not in journal.done_ids]
+            bar.update(len(group) - len(remaining))
             answers: list[AnswerWithStates | None] = [None for _ in group]
-            if todo and config.mode is Mode.replay:
+            if remaining and config.mode is Mode.replay:
                 # The whole group: in rare ties an answer depends on those written beside it.
-                asked = [bench.prompts[number].token_ids for number in group]
-                taps, length = bench.head.draft_head.taps, config.max_new_tokens
-                answers = [*bench.answer_source.answer_with_states(asked, length, taps)]
-            for number in todo:
+                token_ids = [measurement.prompts[number].token_ids for number in group]
+                taps, length = measurement.head.draft_head.taps, config.max_new_tokens
+                answers = [*measurement.answer_source.answer_with_states(token_ids, length, taps)]
+            for number in remaining:
                 row = _build_prompt_row(
-                    bench, config, bench.prompts[number], answers[number - first]
+                    measurement, config, measurement.prompts[number], answers[number - first]
                 )
                 journal.append([{"id": number, **row}])
                 bar.update()
@@ -167,8 +167,11 @@ def measure_acceptance(
         ]
         return summarise_acceptance(prompts, depth, config.seed)
 
-    chain, tree = figures("chain", bench.head.chain.depth), figures("tree", bench.head.tree.depth)
-    result = {"mode": config.mode.value, **chain, bench.head.tree_name: tree}
+    chain, tree = (
+        figures("chain", measurement.head.chain.depth),
+        figures("tree", measurement.head.tree.depth),
+    )
+    result = {"mode": config.mode.value, **chain, measurement.head.tree_name: tree}
     if config.mode is Mode.replay:
         depths = zip(*(row["agreement"] for row in rows), strict=True)
         flat = [[agrees for text in texts for agrees in text] for texts in depths]
@@ -177,29 +180,34 @@ def measure_acceptance(
 
 
 def _build_prompt_row(
-    bench: Measurement, config: AcceptanceRun, prompt: Prompt, answered: AnswerWithStates | None
+    measurement: Measurement,
+    config: AcceptanceRun,
+    prompt: Prompt,
+    answered: AnswerWithStates | None,
 ) -> dict[str, Any]:
     """Collect the steps of chain and tree on a prompt, and for a replay the chain's agreement.
 
     Args:
-        bench: target and head.
+        measurement: measurement with target and head.
         config: settings of the command.
-        prompt: prompt of the bench.
-        answered: the target's own answer and hidden states, for a replay.
+        prompt: prompt of the measurement.
+        answered: the target's own answer and hidden states, for a replay; None to decode.
     """
-    head, length = bench.head, config.max_new_tokens
+    head, length = measurement.head, config.max_new_tokens
 
     def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
         thinking = count_thinking_tokens(
-            prompt, response, bench.embeddings_and_output_head.tokenizer
+            prompt, response, measurement.embeddings_and_output_head.tokenizer
         )
-        about = (prompt.dialogue, prompt.turn, thinking, len(prompt.token_ids))
-        return asdict(PromptSteps(prompt.category, steps, drafted, *about))
+        place = (prompt.dialogue, prompt.turn, thinking, len(prompt.token_ids))
+        return asdict(PromptSteps(prompt.category, steps, drafted, *place))
 
     def decoded(name: str) -> dict[str, Any]:
         seed = compute_prompt_seed(prompt, config.seed)
-        drafter = head.make_drafter(name, bench.sampling, [seed])
-        text = decode(bench.target, drafter, prompt.token_ids, length, bench.sampling, seed)
+        drafter = head.make_drafter(name, measurement.sampling, [seed])
+        text = decode(
+            measurement.target, drafter, prompt.token_ids, length, measurement.sampling, seed
+        )
         return row(text.token_ids, text.steps, text.drafted)
 
     if answered is None:
@@ -208,7 +216,7 @@ def _build_prompt_row(
     measured: dict[str, Any] = {}
     for name, shape in (("chain", head.chain), ("tree", head.tree)):
         if not isinstance(shape, Tree):
-            drafter = head.make_drafter(name, bench.sampling, [config.seed])
+            drafter = head.make_drafter(name, measurement.sampling, [config.seed])
             steps, drafted = replay_drafter(drafter, output, prompt.token_ids, answer)
             measured[name] = row(answer, steps, drafted)
             continue
@@ -252,14 +260,14 @@ def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
     path = Path(run.out_dir) / "acceptance.json"
     if not path.exists():
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    if found.get("config") != to_json(run):
+    result: dict[str, Any] = json.loads(path.read_text())
+    if result.get("config") != to_json(run):
         raise InputError(f"out_dir: {path} is of other settings; choose another out_dir")
-    return found
+    return result
 
 
 def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
-    """Make a table with a row per condition; `tokens` is the median of the prompts' tokens."""
+    """Build a table with a row per condition; its `tokens` are the median of prompt tokens."""
     rows = _build_condition_rows(results)
     parts = [
         part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
@@ -287,7 +295,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
         The file, and the picture that goes beside it.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     path = Path(config.out_dir) / CONDITIONS_FILE
     rows = _build_condition_rows(results)
@@ -303,7 +311,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
 def _build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     rows = {}
     for name, result in results.items():
-        parts = {part: figures["tau"] for part, figures in result["by_part"].items()}
+        tau_by_part = {part: figures["tau"] for part, figures in result["by_part"].items()}
         rows[name] = {
             "num_prompts": result["num_prompts"],
             "prompt_tokens": statistics.median(row["prompt_tokens"] for row in result["prompts"]),
@@ -311,8 +319,8 @@ def _build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, di
             "tau_ci95": result["tau_ci95"],
             "per_draft": result["acceptance_length"]["drafts"]["pooled"],
             "tau_tree": select_tree_figures(result)["tau"],
-            "tau_thinking": parts.get("thinking"),
-            "tau_answer": parts.get("answer"),
+            "tau_thinking": tau_by_part.get("thinking"),
+            "tau_answer": tau_by_part.get("answer"),
             "alpha": result["alpha"],
             "mode": result["mode"],
             "conditions": result["conditions"],

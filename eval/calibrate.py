@@ -91,28 +91,32 @@ class ConfidenceRecorder:
 
 
 def record_confidences(
-    bench: Measurement, config: CalibrateRun, journal: JsonlStore
+    measurement: Measurement, config: CalibrateRun, journal: JsonlStore
 ) -> list[dict[str, Any]]:
     """Decode with whole chains; return one row per prompt, with the confidence of every step."""
-    whole = replace(bench.head, calibration=Calibration.make_neutral(bench.head.chain.depth))
-    for number, prompt in enumerate(tqdm(bench.prompts, desc="whole chains", unit="prompt")):
+    whole = replace(
+        measurement.head, calibration=Calibration.make_neutral(measurement.head.chain.depth)
+    )
+    for number, prompt in enumerate(tqdm(measurement.prompts, desc="whole chains", unit="prompt")):
         if number in journal.done_ids:
             continue
         seed = compute_prompt_seed(prompt, config.seed)
-        recorder = ConfidenceRecorder(whole.make_drafter(CUT, bench.sampling, [seed]))
+        recorder = ConfidenceRecorder(whole.make_drafter(CUT, measurement.sampling, [seed]))
         length = config.max_new_tokens
-        text = decode(bench.target, recorder, prompt.token_ids, length, bench.sampling, seed)
+        text = decode(
+            measurement.target, recorder, prompt.token_ids, length, measurement.sampling, seed
+        )
         row = {"steps": [asdict(step) for step in text.steps], "drafted": text.drafted}
         row |= {"token_ids": text.token_ids, "logits": recorder.logits}
         journal.append([{"id": number, **row}])
-    return [row for row in journal.load_rows() if 0 <= row["id"] < len(bench.prompts)]
+    return [row for row in journal.load_rows() if 0 <= row["id"] < len(measurement.prompts)]
 
 
-def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
+def build_chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
     """Build the steps of whole chains from the recorded rows of some prompts.
 
     Raises:
-        InputError: no steps.
+        InputError: the answers have no steps.
     """
     steps = [Step(**step) for row in rows for step in row["steps"]]
     if not steps:
@@ -124,12 +128,12 @@ def chain_steps(rows: Sequence[dict[str, Any]], depth: int) -> ChainSteps:
     return ChainSteps.from_logits(logits, steps, drafted, depth)
 
 
-def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -> ChainCosts:
+def measure_costs(measurement: Measurement, context: list[int], journal: JsonlStore) -> ChainCosts:
     """Time passes, whole chains of every length, and chains that end at every length."""
     if COSTS not in journal.done_ids:
-        head, depth = bench.head, bench.head.chain.depth
+        head, depth = measurement.head, measurement.head.chain.depth
         whole, cut = range(1, depth + 1), range(depth + 1)
-        sampling = bench.sampling
+        sampling = measurement.sampling
         drafters = {
             (WHOLE, n): replace(head, chain=Tree.make_chain(n)).make_drafter("chain", sampling, [0])
             for n in whole
@@ -140,7 +144,7 @@ def measure_costs(bench: Measurement, context: list[int], journal: JsonlStore) -
             for n in cut
         }
         curve, drafts = measure_step_costs(
-            bench.target, drafters, context, sizes=range(2, depth + 2)
+            measurement.target, drafters, context, sizes=range(2, depth + 2)
         )
         costs = ChainCosts(curve, [drafts[WHOLE, n] for n in whole], [drafts[CUT, n] for n in cut])
         journal.append([{"id": COSTS, **asdict(costs)}])
@@ -225,43 +229,48 @@ def _format_cells(row: dict[str, Any], whole: dict[str, Any]) -> list[str]:
 
 def main(config: CalibrateRun) -> None:
     """Calibrate, check, and write the calibration, `calibrate.json` and a picture."""
-    bench, *halves = open_split_measurement(config, "calibrate.json", "calibrating")
-    with open_jsonl_store(config, "calibrate.json", bench) as journal:
-        rows = record_confidences(bench, config, journal)
-        depth = bench.head.chain.depth
-        fitted, checked = (chain_steps([rows[n] for n in half], depth) for half in halves)
-        prompts, texts = [p.token_ids for p in bench.prompts], [row["token_ids"] for row in rows]
-        costs = measure_costs(bench, build_typical_context(prompts, texts), journal)
+    measurement, *halves = open_split_measurement(config, "calibrate.json", "calibrating")
+    with open_jsonl_store(config, "calibrate.json", measurement) as journal:
+        rows = record_confidences(measurement, config, journal)
+        depth = measurement.head.chain.depth
+        fitted, checked = (build_chain_steps([rows[n] for n in half], depth) for half in halves)
+        prompts, texts = (
+            [p.token_ids for p in measurement.prompts],
+            [row["token_ids"] for row in rows],
+        )
+        costs = measure_costs(measurement, build_typical_context(prompts, texts), journal)
         result = build_report(fitted, checked, costs)
-        calibration, head = Calibration.from_json(result), bench.head
+        calibration, head = Calibration.from_json(result), measurement.head
         shorter = Tree.make_chain(result["checked"][SHORTER]["most_tokens"])
         drafters = {
-            WHOLE: (partial(head.make_drafter, "chain", bench.sampling), head.chain),
+            WHOLE: (partial(head.make_drafter, "chain", measurement.sampling), head.chain),
             SHORTER: (
-                partial(replace(head, chain=shorter).make_drafter, "chain", bench.sampling),
+                partial(replace(head, chain=shorter).make_drafter, "chain", measurement.sampling),
                 shorter,
             ),
             CUT: (
-                partial(replace(head, calibration=calibration).make_drafter, CUT, bench.sampling),
+                partial(
+                    replace(head, calibration=calibration).make_drafter, CUT, measurement.sampling
+                ),
                 head.chain,
             ),
         }
-        others = replace(bench, prompts=[bench.prompts[number] for number in halves[1]])
+        others = replace(measurement, prompts=[measurement.prompts[number] for number in halves[1]])
         result["measured"] = decode_with_drafters(others, config, drafters, journal)
     console = Console()
     print_calibration(result, console)
-    path = write_result(config, "calibrate.json", result, bench)
+    path = write_result(config, "calibrate.json", result, measurement)
     plot_calibration(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     content = {
-        **asdict(calibration), "device": get_device_name(), "data": bench.data["sha256"],
+        **asdict(calibration), "device": get_device_name(), "data": measurement.data["sha256"],
         "temperature": config.temperature,
     }  # fmt: skip
-    where = write_beside_head(bench.head, CONFIDENCE_FILE, content, Path(config.out_dir))
-    console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
+    path = write_beside_head(measurement.head, CONFIDENCE_FILE, content, Path(config.out_dir))
+    console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
     same = collect_changed_settings(config, "head", "target")
-    print_next_command("calibrate", same | prompts_for(bench.embeddings_and_output_head.name))
+    print_next_command("calibrate", same | prompts_for(measurement.embeddings_and_output_head.name))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from eval.serving.server_load import WITH, WITHOUT, measure_passes, summarise_lo
 
 @dataclass(frozen=True)
 class ServerAnswerWriter:
-    """Write earlier answers of a dialogue with the server itself."""
+    """Writes earlier answers of a dialogue with the server itself."""
 
     server: ServingEngine
 
@@ -84,12 +84,14 @@ def main(config: ServeRun) -> None:
                 make_serving_engine(config, config.baseline, "baseline", drafts=False)
             )
         writer = ServerAnswerWriter(server)
-        bench = stack.enter_context(
+        measurement = stack.enter_context(
             open_measurement(config, RESULT, may_use_engines=True, writer=writer)
         )
-        check_context_window(config, bench, server)
-        told = {name: [each.name, each.version, each.model] for name, each in servers.items()}
-        journal = stack.enter_context(open_jsonl_store(config, RESULT, bench, servers=told))
+        check_context_window(config, measurement, server)
+        identities = {name: [each.name, each.version, each.model] for name, each in servers.items()}
+        journal = stack.enter_context(
+            open_jsonl_store(config, RESULT, measurement, servers=identities)
+        )
         result = {
             "servers": {
                 name: {"engine": each.name, "version": each.version, "model": each.model}
@@ -97,20 +99,20 @@ def main(config: ServeRun) -> None:
             },
             "draft_tokens": server.depth,
             "tolerance": config.tolerance,
-            **measure_server_acceptance(bench, config, server, journal),
+            **measure_server_acceptance(measurement, config, server, journal),
             "num_repeats": config.num_repeats,
             "concurrency": {
                 str(size): summarise_load(
-                    measure_passes(servers, bench.prompts, config, size, journal),
-                    bench.prompts,
+                    measure_passes(servers, measurement.prompts, config, size, journal),
+                    measurement.prompts,
                     config.seed,
                 )
-                for size in sizes_of(config, bench)
+                for size in select_sizes(config, measurement)
             },
         }
     console = Console()
     print_serve_result(result, console)
-    path = write_result(config, RESULT, result, bench)
+    path = write_result(config, RESULT, result, measurement)
     written, files = json.loads(path.read_text()), [path]
     if result["concurrency"]:
         files.append(path.with_suffix(".png"))
@@ -135,7 +137,7 @@ def adopt_server_depth(config: ServeRun, server: ServingEngine) -> None:
     """Take the server's depth, or refuse another one.
 
     Raises:
-        InputError: with both.
+        InputError: the settings ask for another depth; the message names both.
     """
     config.depth = config.depth or server.depth
     if config.depth != server.depth:
@@ -145,13 +147,13 @@ def adopt_server_depth(config: ServeRun, server: ServingEngine) -> None:
         )
 
 
-def check_context_window(config: ServeRun, bench: Measurement, server: ServingEngine) -> None:
+def check_context_window(config: ServeRun, measurement: Measurement, server: ServingEngine) -> None:
     """Refuse texts near the end of the server's window, where it drafts less.
 
     Raises:
-        InputError: with the lengths.
+        InputError: a text may reach the end of the window; the message names the lengths.
     """
-    longest = max(len(prompt.token_ids) for prompt in bench.prompts)
+    longest = max(len(prompt.token_ids) for prompt in measurement.prompts)
     needed = longest + config.max_new_tokens + 2 * server.depth + 1
     if server.max_model_len is not None and needed > server.max_model_len:
         raise InputError(
@@ -162,39 +164,41 @@ def check_context_window(config: ServeRun, bench: Measurement, server: ServingEn
         )
 
 
-def sizes_of(config: ServeRun, bench: Measurement) -> list[int]:
+def select_sizes(config: ServeRun, measurement: Measurement) -> list[int]:
     """Return the numbers of requests in flight that do not exceed the number of prompts."""
-    sizes, most = sorted(set(config.concurrency)), len(bench.prompts)
+    sizes, most = sorted(set(config.concurrency)), len(measurement.prompts)
     if left_out := [size for size in sizes if size > most]:
         print_notice(f"concurrency={left_out}: left out, as there are {most} prompts")
     return [size for size in sizes if size <= most]
 
 
 def measure_server_acceptance(
-    bench: Measurement, config: ServeRun, server: ServingEngine, journal: JsonlStore
+    measurement: Measurement, config: ServeRun, server: ServingEngine, journal: JsonlStore
 ) -> dict[str, Any]:
     """Compare texts and counts of the server with the target and the replayed head.
 
     Compares nothing above temperature 0, as drawn texts cannot be replayed, or without a head.
     """
-    if not bench.heads or config.temperature:
+    if not measurement.heads or config.temperature:
         return {"served": None, "replayed": None, "texts": None, "problems": [], "prompts": []}
-    template, num_rendered = compare_chat_template(server, bench.prompts)
-    texts = list(iter_checked_texts(bench, config, server, journal))
-    found = diagnose_differences(
+    template, num_rendered = compare_chat_template(server, measurement.prompts)
+    texts = list(iter_checked_texts(measurement, config, server, journal))
+    problems = diagnose_differences(
         server,
-        bench.prompts,
+        measurement.prompts,
         texts,
-        bench.embeddings_and_output_head.name,
+        measurement.embeddings_and_output_head.name,
         config.max_new_tokens,
         config.tolerance,
     )
 
     def counted(side: str) -> dict[str, object]:
         counts = [getattr(text, side) for text in texts]
-        return summarise_counts(bench.prompts, counts, server.depth, server.within, config.seed)
+        return summarise_counts(
+            measurement.prompts, counts, server.depth, server.within, config.seed
+        )
 
-    rows = zip(bench.prompts, texts, strict=True)
+    rows = zip(measurement.prompts, texts, strict=True)
     return {
         "served": counted("served"),
         "replayed": counted("replayed"),
@@ -202,7 +206,7 @@ def measure_server_acceptance(
             **summarise_checks(texts),
             "num_rendered_alike": num_rendered - bool(template),
         },
-        "problems": [*([template] if template else []), *found],
+        "problems": [*([template] if template else []), *problems],
         "prompts": [
             {
                 **{key: getattr(prompt, key) for key in ("dialogue", "turn", "category")},
@@ -215,21 +219,23 @@ def measure_server_acceptance(
 
 
 def iter_checked_texts(
-    bench: Measurement, config: ServeRun, server: ServingEngine, journal: JsonlStore
+    measurement: Measurement, config: ServeRun, server: ServingEngine, journal: JsonlStore
 ) -> Iterator[CheckedText]:
     """Ask the server for all texts, then check each."""
     limit, depth = config.max_new_tokens, server.depth
-    for number, prompt in enumerate(tqdm(bench.prompts, desc=server.name, unit="prompt")):
+    for number, prompt in enumerate(tqdm(measurement.prompts, desc=server.name, unit="prompt")):
         if number not in journal.done_ids:
-            found = server.request_answer(prompt.token_ids, limit)
+            answer = server.request_answer(prompt.token_ids, limit)
             # Engines also count draft tokens that the last pass accepts beyond the text.
-            asked = [*prompt.token_ids, *found.text]
-            beyond = server.request_answer(asked, depth + 1, ignore_eos=True).text
-            journal.append([{"id": number, "served": asdict(found), "beyond": beyond}])
-    rows = journal.load_rows()[: len(bench.prompts)]
+            token_ids = [*prompt.token_ids, *answer.text]
+            beyond = server.request_answer(token_ids, depth + 1, ignore_eos=True).text
+            journal.append([{"id": number, "served": asdict(answer), "beyond": beyond}])
+    rows = journal.load_rows()[: len(measurement.prompts)]
     for row in tqdm(rows, desc="replay along the server's text", unit="prompt"):
         served = DraftCounts(**row["served"])
-        yield replay_server_text(bench, row["id"], served, row["beyond"], limit, server.within)
+        yield replay_server_text(
+            measurement, row["id"], served, row["beyond"], limit, server.within
+        )
 
 
 def print_notice(line: str) -> None:

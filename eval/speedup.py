@@ -78,7 +78,7 @@ def print_speedup(result: dict[str, Any], console: Console) -> None:
         console.print(f"  {divergence}", highlight=False)
 
 
-def own_layer(config: SpeedupRun) -> list[str]:
+def find_own_mtp_layer(config: SpeedupRun) -> list[str]:
     """Use the target's own MTP layer as a head, if it has one and the methods ask for it."""
     path, given = config.target.path, [config.head.path, *config.heads]
     asked = any(name == "all" or name.startswith("mtp_") for name in config.methods)
@@ -90,22 +90,24 @@ def main(config: SpeedupRun) -> None:
     """Measure, print, and write `speedup.json`, pictures, page and files for other tools."""
     check_methods(config.methods)
     check_compile("compile", config.compile, join_processes().device.type)
-    heads = [*config.heads, *own_layer(config)]
-    bench = open_measurement(config, "speedup.json", heads)
-    chosen = choose_methods(bench, config)
+    heads = [*config.heads, *find_own_mtp_layer(config)]
+    measurement = open_measurement(config, "speedup.json", heads)
+    chosen = choose_methods(measurement, config)
     draft = compute_weight_checksums(config.draft.path) if config.draft.path else None
-    with open_jsonl_store(config, "speedup.json", bench, draft_weights=draft) as journal:
-        methods = build_methods(bench, config, chosen, journal)
+    with open_jsonl_store(config, "speedup.json", measurement, draft_weights=draft) as journal:
+        methods = build_methods(measurement, config, chosen, journal)
         if config.compile:
-            longest = max(len(prompt.token_ids) for prompt in bench.prompts)
-            bench.target.compile(compute_num_slots(longest + config.max_new_tokens, MAX_NODES))
+            longest = max(len(prompt.token_ids) for prompt in measurement.prompts)
+            measurement.target.compile(
+                compute_num_slots(longest + config.max_new_tokens, MAX_NODES)
+            )
         runs = {
-            size: measure_methods(bench, config, methods, size, journal)
+            size: measure_methods(measurement, config, methods, size, journal)
             for size in config.batch_sizes
         }
-    if not bench.is_main_process:
+    if not measurement.is_main_process:
         return
-    result = summarise_speedup(bench, config, methods, runs[config.batch_size])
+    result = summarise_speedup(measurement, config, methods, runs[config.batch_size])
     result["concurrency"] = {
         str(size): summarise_batch_size(methods, of_size, config.seed)
         for size, of_size in runs.items()
@@ -114,7 +116,7 @@ def main(config: SpeedupRun) -> None:
     print_speedup(result, console)
     if config.concurrency:
         print_concurrency(result, console)
-    path = write_result(config, "speedup.json", result, bench)
+    path = write_result(config, "speedup.json", result, measurement)
     written = json.loads(path.read_text())
     plot_speedup(written, path.with_suffix(".png"))
     if config.concurrency:
@@ -125,10 +127,10 @@ def main(config: SpeedupRun) -> None:
     files += export_results(written, path.parent)
     console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
     if config.head.path is not None:
-        tell_export(bench.head.draft_head, config)
+        print_export_command(measurement.head.draft_head, config)
 
 
-def tell_export(head: DraftHead, config: SpeedupRun) -> None:
+def print_export_command(head: DraftHead, config: SpeedupRun) -> None:
     """Name the command that exports the measured head for the first engine that serves it."""
     engine = next((each for each in ExportFormat if head.plan_export(each).problem is None), None)
     if engine is None:

@@ -87,10 +87,10 @@ class ShapeCosts:
         curve: seconds of passes, on this machine or recorded on another.
         drafts: seconds of drafts here: of the widest tree per depth, or of dynamic trees of depth 1
             and of the largest depth per top-k.
-        scale: seconds of the recorded pass over one token divided by those here. Drafting is
-            assumed to differ by the same factor, which holds if both machines have the same
-            bottleneck and the recorded target is as large relative to the head. A curve with
-            `draft_seconds` needs no such assumption.
+        scale: factor that turns seconds of drafts here into seconds on the recorded machine: its
+            pass over one token divided by ours. This is right if the same resource limits both
+            machines, and if the recorded target is as large relative to the head as this one. A
+            curve with `draft_seconds` is not scaled.
     """
 
     curve: CostCurve
@@ -150,13 +150,13 @@ class Candidate:
         }
 
 
-def replay_target_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay:
+def replay_target_texts(measurement: Measurement, config: TreeSearchRun) -> TreeReplay:
     """Let the target answer the prompts, and record the head's drafts along its answers."""
-    head, length = bench.head, config.max_new_tokens
+    head, length = measurement.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
         tree = build_widest_tree(head.max_useful_depth)
         return StaticTreeReplay.from_prompts(
-            bench.target, head.draft_head, bench.prompts, length, tree
+            measurement.target, head.draft_head, measurement.prompts, length, tree
         )
 
     def make(shape: DynamicShape) -> Any:
@@ -165,15 +165,15 @@ def replay_target_texts(bench: Measurement, config: TreeSearchRun) -> TreeReplay
     top_ks = sorted({*config.top_ks, make_dynamic_shape(_is_gpu_curve(config)).top_k})
     longest = min(LONGEST, head.max_useful_depth)
     return DynamicTreeReplay.from_prompts(
-        bench.target, make, bench.prompts, length, longest, top_ks
+        measurement.target, make, measurement.prompts, length, longest, top_ks
     )
 
 
 def measure_shape_costs(
-    bench: Measurement, texts: TreeReplay, context: list[int], recorded: CostCurve | None
+    measurement: Measurement, texts: TreeReplay, context: list[int], recorded: CostCurve | None
 ) -> ShapeCosts:
     """Time passes and drafts here, and convert to a recorded curve if given."""
-    head, target = bench.head, bench.target
+    head, target = measurement.head, measurement.target
     probes: list[DraftShape] = (
         [build_widest_tree(depth) for depth in range(1, head.max_useful_depth + 1)]
         if isinstance(texts, StaticTreeReplay)
@@ -194,7 +194,7 @@ def build_candidate_shapes(
     """List the shapes to compare: the default one, and all others.
 
     Raises:
-        InputError: no useful shape.
+        InputError: no shape is useful.
     """
     if isinstance(texts, DynamicTreeReplay):
         usual = make_dynamic_shape(_is_gpu_curve(config))
@@ -243,9 +243,9 @@ def build_report(
     """Collect the figures of each shape: predicted, on other prompts, and gained over the default.
 
     Args:
-        predicted: `default` and `found` on the prompts of the search.
-        simulated: the same on the other prompts, with real acceptance and the curve's costs.
-        measured: real decoding of these, on the machine of the curve.
+        predicted: shapes `default` and `found` on the prompts of the search.
+        simulated: both shapes on the other prompts, with real acceptance and the curve's costs.
+        measured: real decoding of both shapes, on the machine of the curve.
     """
     rows = measured["methods"] if measured else {}
     result: dict[str, Any] = {}
@@ -294,14 +294,16 @@ def _format_figure(figure: float | None) -> str:
 def main(config: TreeSearchRun) -> None:
     """Search, check, advise, and write the shape, `tree_search.json` and a picture."""
     recorded = None if config.curve is None else load_cost_curve(config.curve)
-    bench, first_half, second_half = open_split_measurement(config, "tree_search.json", "searching")
+    measurement, first_half, second_half = open_split_measurement(
+        config, "tree_search.json", "searching"
+    )
     searched, checked = (
-        replace(bench, prompts=[bench.prompts[number] for number in half])
+        replace(measurement, prompts=[measurement.prompts[number] for number in half])
         for half in (first_half, second_half)
     )
     texts = replay_target_texts(searched, config)
     context = build_typical_context([p.token_ids for p in searched.prompts], texts.responses)
-    costs = measure_shape_costs(bench, texts, context, recorded)
+    costs = measure_shape_costs(measurement, texts, context, recorded)
     usual, best, candidates = search_shapes(texts, costs, config)
     predicted, others = {"default": usual, "found": best}, replay_target_texts(checked, config)
     simulated = {
@@ -312,7 +314,7 @@ def main(config: TreeSearchRun) -> None:
     if recorded is None:
         drafters = {
             name: (
-                partial(replace(bench.head, tree=c.shape).make_drafter, "tree", GREEDY),
+                partial(replace(measurement.head, tree=c.shape).make_drafter, "tree", GREEDY),
                 c.shape if isinstance(c.shape, Tree) else None,
             )
             for name, c in predicted.items()
@@ -330,21 +332,23 @@ def main(config: TreeSearchRun) -> None:
     print_tree_search(result, console)
     if advice is not None:
         advice.print_advice(console)
-    path = write_result(config, "tree_search.json", result, bench)
+    path = write_result(config, "tree_search.json", result, measurement)
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     if config.write and recorded is None:
         content = {
             **describe_shape(best.shape),
             "device": costs.curve.device,
-            "data": bench.data["sha256"],
+            "data": measurement.data["sha256"],
             "tau": best.tau,
         }
-        where = write_beside_head(bench.head, SHAPE_FILE, content, Path(config.out_dir))
-        console.print(f"wrote {where}, which decoding uses if it lies beside the head's weights")
+        path = write_beside_head(measurement.head, SHAPE_FILE, content, Path(config.out_dir))
+        console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
     # On other prompts, as these would flatter what was fitted to them.
     same = collect_changed_settings(config, "head", "target")
-    print_next_command("tree_search", same | prompts_for(bench.embeddings_and_output_head.name))
+    print_next_command(
+        "tree_search", same | prompts_for(measurement.embeddings_and_output_head.name)
+    )
 
 
 if __name__ == "__main__":

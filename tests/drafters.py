@@ -20,7 +20,7 @@ from eval.decode.drafters.lookup import (
     PromptLookup,
     Recycling,
     SuccessorTable,
-    recycling_tree,
+    build_recycling_tree,
 )
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
@@ -144,7 +144,7 @@ WITHOUT_MODELS: dict[str, Callable[[], Drafter]] = {
     "lookahead": Lookahead,
     "small lookahead": lambda: Lookahead(1, 2, 1),
     "suffix": lambda: SuffixDrafter(SuffixTree(24), 24, 3.0),
-    "recycling": lambda: Recycling(SuccessorTable(), recycling_tree(12)),
+    "recycling": lambda: Recycling(SuccessorTable(), build_recycling_tree(12)),
 }
 """For any target."""
 

@@ -1,8 +1,8 @@
 """Acceptance figures in files of Headsmith, vLLM, Model-Optimizer and speculators.
 
 All are read into one form: one figure per definition of `eval/measure/acceptance_stats.py` that the
-    tool
-has, with the conditions that the file states. Conditions that a file omits are not compared.
+tool has, with the conditions that the file states. Conditions that a file omits are not compared.
+Checks of fields raise `MalformedRowError`.
 
 Sources: vLLM 0.32 `benchmarks/serve.py`; Model-Optimizer `examples/specdec_bench` (`run.py`,
 `specdec_bench/metrics/acceptance_rate.py`, `utils.py`); speculators `scripts/evaluate/evaluate.py`
@@ -22,7 +22,7 @@ from data.rows.field_checks import MalformedRowError, format_found_value
 from eval.measure.acceptance_stats import LENGTH_DEFINITIONS, MEANS
 
 Definition = tuple[str, str]
-"""What is counted, and what the mean is over."""
+"""Definition of an acceptance length: a key of LENGTH_DEFINITIONS and one of MEANS."""
 
 
 RESULT_FILE_NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
@@ -34,6 +34,7 @@ LONGEST = 10_000
 
 
 ROUNDING = 1e-6
+"""Relative difference of a figure from its sources that rounding explains."""
 
 
 MOST = 1e15
@@ -41,18 +42,20 @@ MOST = 1e15
 
 
 FIRST, ALL = "first alone", "all"
+"""Turns that were asked."""
 
 
 TREES = ("static_tree", "dynamic_tree")
+"""Keys of the tree's figures in an `acceptance.json`."""
 
 
 CONDITIONS = (
     "data", "turns", "sampling", "draft_tokens", "draft_sample_method", "rejection_sample_method",
     "max_new_tokens", "chat_template",
 )  # fmt: skip
-
-
+"""Keys of `conditions` in an `acceptance.json`."""
 DRAFTED = ("num_drafts", "num_accepted_tokens", "acceptance_length")
+"""Columns of counts in speculators' file."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class ReportedAcceptance:
 
 
 def find_result_file(path: str) -> tuple[str, Path]:
-    """Find the file of a path, and its name in the table.
+    """Find the file that a path names, and its name in the table.
 
     Args:
         path: file, or folder with one.
@@ -110,7 +113,7 @@ def load_reported_acceptance(file: Path) -> ReportedAcceptance:
         content = _load_json(file)
         if isinstance(content, list):
             beside = file.with_name("configuration.json")
-            return _model_optimizer(content, _load_run_notes(beside))
+            return _parse_model_optimizer_result(content, _load_run_notes(beside))
         whole = parse_object(content, "(whole file)", "an object, or Model-Optimizer's list")
         return _parse_own_result(whole) if "prompts" in whole else _parse_vllm_result(whole)
     except MalformedRowError as error:
@@ -229,12 +232,12 @@ def _parse_subset_row(
     if None in cells:
         raise MalformedRowError("(whole row)", "more cells than columns", "one for each")
     row = {name: _parse_cell(cells[name], name) for name in (*DRAFTED, *positions)}
-    drafts, kept = _parse_draft_counts(row, DRAFTED)
+    drafts, accepted = _parse_draft_counts(row, DRAFTED)
     rates = [parse_fraction(row[name], name) for name in positions]
     check_consistent(
-        sum(rates), kept / drafts, "sum of acceptance_at_pos_", f"{DRAFTED[1]} and {DRAFTED[0]}"
+        sum(rates), accepted / drafts, "sum of acceptance_at_pos_", f"{DRAFTED[1]} and {DRAFTED[0]}"
     )
-    return drafts, kept, rates
+    return drafts, accepted, rates
 
 
 def _parse_cell(value: object, name: str) -> float:
@@ -244,7 +247,9 @@ def _parse_cell(value: object, name: str) -> float:
         raise MalformedRowError(name, format_found_value(value), "a number") from None
 
 
-def _model_optimizer(runs: list[Any], configured: dict[str, Any]) -> ReportedAcceptance:
+def _parse_model_optimizer_result(
+    runs: list[Any], configured: dict[str, Any]
+) -> ReportedAcceptance:
     if len(runs) != 1:
         allowed = "one: a folder of its own for every run (--save_dir)"
         raise MalformedRowError("(whole file)", f"{len(runs)} runs", allowed)
@@ -370,7 +375,7 @@ def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definiti
 def build_comparison_rows(
     results: Mapping[str, ReportedAcceptance], shared: Iterable[Definition]
 ) -> list[list[str]]:
-    """Make a header and one row per result; figures that a tool omits stay empty."""
+    """Build a header and one row per result; figures that a tool omits stay empty."""
     shared = list(shared)
     header = ["result", "tool", "draft tokens", "texts"]
     lines = [
@@ -425,23 +430,23 @@ def _check_own(row: dict[str, Any]) -> None:
         check_optional(row, name, parse_text)
     check_optional(row, "temperature", parse_number, 0)
     check_optional(row, "agreement", parse_items, parse_fraction)
-    told = row.get("conditions") or dict.fromkeys(CONDITIONS)
-    if missing := [name for name in CONDITIONS if name not in told]:
+    conditions = row.get("conditions") or dict.fromkeys(CONDITIONS)
+    if missing := [name for name in CONDITIONS if name not in conditions]:
         raise MalformedRowError(f"conditions.{missing[0]}", "nothing", "words")
     if "draft_tokens" in row:  # present if a reference file may be made of it
         length = parse_whole_number(row["draft_tokens"], "draft_tokens", 1, LONGEST)
         parse_object(row.get("by_part"), "by_part", "figures by part")
-        parse_items(row["prompts"], "prompts", _golden_row(length))
+        parse_items(row["prompts"], "prompts", _make_golden_row_check(length))
 
 
 def _check_figures(row: Mapping[str, Any], prefix: str) -> None:
     """Check a chain's or a tree's part of an `acceptance.json`."""
     parse_number(row.get("tau"), f"{prefix}tau")
-    if not parse_items(row.get("prompts"), f"{prefix}prompts", _text_row):
+    if not parse_items(row.get("prompts"), f"{prefix}prompts", _parse_text_row):
         raise MalformedRowError(f"{prefix}prompts", "no texts", "one at least")
 
 
-def _text_row(value: object, name: str) -> dict[str, Any]:
+def _parse_text_row(value: object, name: str) -> dict[str, Any]:
     row = parse_object(value, name, "a text")
     parse_whole_number(row.get("dialogue"), f"{name}.dialogue")
     parse_whole_number(row.get("turn"), f"{name}.turn", 1)
@@ -449,11 +454,11 @@ def _text_row(value: object, name: str) -> dict[str, Any]:
     return row
 
 
-def _golden_row(draft_tokens: int) -> Callable[[object, str], None]:
+def _make_golden_row_check(draft_tokens: int) -> Callable[[object, str], None]:
     """Make a check of a text's passes, with this many draft tokens."""
 
     def check(value: object, name: str) -> None:
-        row = _text_row(value, name)
+        row = _parse_text_row(value, name)
         lists = {
             key: parse_items(row.get(key), f"{name}.{key}", parse_whole_number)
             for key in ("accepted", "drafted")
@@ -521,7 +526,7 @@ def check_optional(row: Mapping[str, Any], path: str, check: Callable[..., Any],
         check(value, path, *how)
 
 
-def check_consistent(value: float, expected: float, name: str, of: str) -> None:
+def check_consistent(value: float, expected: float, name: str, sources: str) -> None:
     """Refuse a figure that contradicts the figures it is computed from."""
     if abs(value - expected) > ROUNDING * max(1.0, abs(expected)):
-        raise MalformedRowError(name, f"{value:g}", f"{expected:g}, as {of} give")
+        raise MalformedRowError(name, f"{value:g}", f"{expected:g}, as {sources} give")

@@ -42,9 +42,9 @@ def open_split_measurement(
         raise InputError(
             f"{num_processes} processes: times are measured by one process; start a single one"
         )
-    bench = open_measurement(config, result)
+    measurement = open_measurement(config, result)
     tuned, checked = (
-        [n for n, prompt in enumerate(bench.prompts) if prompt.dialogue % 2 == odd]
+        [n for n, prompt in enumerate(measurement.prompts) if prompt.dialogue % 2 == odd]
         for odd in (0, 1)
     )
     if not checked:
@@ -52,11 +52,11 @@ def open_split_measurement(
             f"data.num_prompts=1: {doing} and checking need one prompt each; set "
             "data.num_prompts=2 or more"
         )
-    return bench, tuned, checked
+    return measurement, tuned, checked
 
 
 def decode_with_drafters(
-    bench: Measurement,
+    measurement: Measurement,
     config: CalibrateRun | TreeSearchRun,
     drafters: Mapping[str, tuple[DrafterFactory, Tree | None]],
     journal: JsonlStore | None = None,
@@ -64,7 +64,7 @@ def decode_with_drafters(
     """Decode with each drafter, interleaved with decoding without drafts.
 
     Args:
-        bench: measurement with the prompts.
+        measurement: measurement with the prompts.
         config: settings of the command.
         drafters: drafters by name, each with its static tree if any.
         journal: finished runs, which are not repeated.
@@ -78,12 +78,14 @@ def decode_with_drafters(
             ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
         ) -> list[Generation]:
             drafter, length = make(list(seeds)), config.max_new_tokens
-            return decode_batch(bench.target, drafter, ids, length, bench.sampling, seeds)
+            return decode_batch(
+                measurement.target, drafter, ids, length, measurement.sampling, seeds
+            )
 
         return Method(run, tree)
 
     methods = {VANILLA: method(lambda _: NoDraft(), None)}
     methods |= {name: method(*drafter) for name, drafter in drafters.items()}
     settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
-    runs = measure_methods(bench, settings, methods, journal=journal)
-    return summarise_speedup(bench, settings, methods, runs)
+    runs = measure_methods(measurement, settings, methods, journal=journal)
+    return summarise_speedup(measurement, settings, methods, runs)

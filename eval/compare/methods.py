@@ -1,4 +1,4 @@
-"""Methods of decoding that `eval/speedup.py` compares."""
+"""Methods of decoding that `eval/speedup.py` compares, built from the settings of a run."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from eval.decode.drafters.lookup import (
     PromptLookup,
     Recycling,
     SuccessorTable,
-    recycling_tree,
+    build_recycling_tree,
 )
 from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
@@ -59,7 +59,7 @@ class Method:
         tree: static tree of its drafts, if any.
         lossy: whether texts may differ in distribution from the target's own.
         settings: values of settings that were left unset, for the results file.
-        forget: function that drops what its drafters learnt from earlier texts; None if they learn
+        forget: function that drops what the drafters learnt from earlier texts; None if they learn
             nothing.
     """
 
@@ -121,15 +121,17 @@ class PromptDecoder:
         )
 
 
-def choose_methods(bench: Measurement, config: SpeedupRun) -> dict[str, Callable[..., Method]]:
+def choose_methods(
+    measurement: Measurement, config: SpeedupRun
+) -> dict[str, Callable[..., Method]]:
     """Choose the makers of the methods that the settings ask for, baselines first.
 
     Raises:
         InputError: a method lacks its head, draft model, prompts or batch size.
     """
-    known = MethodBuilder(bench, config).list_makers()
+    known = MethodBuilder(measurement, config).list_makers()
     if "all" in config.methods:
-        if "early_exit" in known and "skip_layers" not in known and bench.is_main_process:
+        if "early_exit" in known and "skip_layers" not in known and measurement.is_main_process:
             Console(stderr=True).print(
                 "skip_layers is left out: it searches layers on prompts that are not measured, "
                 "but all are measured; lower data.num_prompts or set self_draft.skip"
@@ -144,7 +146,7 @@ def choose_methods(bench: Measurement, config: SpeedupRun) -> dict[str, Callable
 
 
 def build_methods(
-    bench: Measurement,
+    measurement: Measurement,
     config: SpeedupRun,
     chosen: dict[str, Callable[..., Method]],
     journal: JsonlStore,
@@ -152,20 +154,20 @@ def build_methods(
     """Make the chosen methods, with results of searches from the journal."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
         if SEARCHED not in journal.done_ids:
-            journal.append([{"id": SEARCHED, **_layers_to_skip(bench, config)}])
+            journal.append([{"id": SEARCHED, **_search_layers_to_skip(measurement, config)}])
         (row,) = (row for row in journal.load_rows() if row["id"] == SEARCHED)
         make = partial(chosen["skip_layers"], row["skip"], row["num_tokens"])
         chosen = chosen | {"skip_layers": make}
     return {name: make() for name, make in chosen.items()}
 
 
-def _layers_to_skip(bench: Measurement, config: SpeedupRun) -> dict[str, Any]:
+def _search_layers_to_skip(measurement: Measurement, config: SpeedupRun) -> dict[str, Any]:
     """Search layers to skip and a number of draft tokens, on prompts that are not measured."""
-    prompts = [prompt.token_ids for prompt in bench.spare_prompts]
-    answers = generate_greedy_answers(bench.target, prompts, config.max_new_tokens)
+    prompts = [prompt.token_ids for prompt in measurement.spare_prompts]
+    answers = generate_greedy_answers(measurement.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
-    best = search_skipped_layers(bench.target, texts, list(map(len, prompts))).choices[0]
-    if bench.is_main_process:
+    best = search_skipped_layers(measurement.target, texts, list(map(len, prompts))).choices[0]
+    if measurement.is_main_process:
         Console(stderr=True).print(
             f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "
             f"found on {len(prompts)} prompts that are not measured"
@@ -177,9 +179,9 @@ def _layers_to_skip(bench: Measurement, config: SpeedupRun) -> dict[str, Any]:
 class MethodBuilder:
     """Makes methods from the settings of a run."""
 
-    def __init__(self, bench: Measurement, config: SpeedupRun) -> None:
-        self.bench, self.config = bench, config
-        self.target, self.sampling = bench.target, bench.sampling
+    def __init__(self, measurement: Measurement, config: SpeedupRun) -> None:
+        self.measurement, self.config = measurement, config
+        self.target, self.sampling = measurement.target, measurement.sampling
 
     def list_makers(self) -> dict[str, Callable[..., Method]]:
         """List the makers of all methods that the settings allow, by name."""
@@ -196,7 +198,7 @@ class MethodBuilder:
                 max_matching_ngram_size=lookup.max_ngram,
             )  # fmt: skip
         counts: Counter[str] = Counter()
-        for head in self.bench.heads:
+        for head in self.measurement.heads:
             family = head.kind
             counts[family] += 1
             number = f"_{counts[family]}" if counts[family] > 1 else ""
@@ -206,7 +208,7 @@ class MethodBuilder:
             if HEADS[family].has_static_tree and not self.sampling.is_greedy:
                 makers[f"{family}_typical{number}"] = partial(self._build_typical_method, head)
         if self.config.draft.path is not None:
-            makers |= self._with_draft_model(self.config.draft.path, single)
+            makers |= self._list_draft_model_makers(self.config.draft.path, single)
 
         def with_lookup(drafter: type[PromptLookup | NgramModel]) -> Method:
             limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
@@ -224,9 +226,9 @@ class MethodBuilder:
             "lookahead": with_lookahead,
         }
         if not self.target.attention_pattern.shares_keys:
-            makers["early_exit"] = self._early_exit
-            if self.bench.spare_prompts or self.config.self_draft.skip is not None:
-                makers["skip_layers"] = self._skip_layers
+            makers["early_exit"] = self._build_early_exit_method
+            if self.measurement.spare_prompts or self.config.self_draft.skip is not None:
+                makers["skip_layers"] = self._build_skip_layers_method
         return makers
 
     def _build_engine_method(
@@ -235,9 +237,9 @@ class MethodBuilder:
         tree: Tree | None = None,
         sampling: Sampling | None = None,
     ) -> Method:
-        how, length = sampling or self.sampling, self.config.max_new_tokens
-        run = PromptDecoder(self.target, make, length, how, self.config.cuda_graphs)
-        return Method(run, tree, how.is_lossy, run.settings)
+        chosen_sampling, length = sampling or self.sampling, self.config.max_new_tokens
+        run = PromptDecoder(self.target, make, length, chosen_sampling, self.config.cuda_graphs)
+        return Method(run, tree, chosen_sampling.is_lossy, run.settings)
 
     def _build_remembering_method(
         self,
@@ -288,33 +290,33 @@ class MethodBuilder:
             lambda seeds: head.make_drafter("tree", lossy, seeds), head.tree, lossy
         )
 
-    def _with_draft_model(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
+    def _list_draft_model_makers(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
         settings = self.config.draft
         reference = TargetConfig(path, settings.revision, dtype=self.config.target.dtype)
         model = load_target(reference, self.target.device)
         pack_weights(model.model, model.output_head)
         model.output_head = self._select_drafting_ends(model).output_head
         if not has_same_tokenizer(self.target, model):
-            return {"draft_chain": partial(self._other_tokenizer, model)}
+            return {"draft_chain": partial(self._build_cross_tokenizer_method, model)}
         makers: dict[str, Callable[[], Method]] = {
-            "draft_chain": partial(self._draft_chain, model),
-            "draft_tree": partial(self._draft_tree, model),
+            "draft_chain": partial(self._build_draft_chain_method, model),
+            "draft_tree": partial(self._build_draft_tree_method, model),
         }
         # transformers takes differently padded vocabularies for different tokenizers.
         sizes = {self.target.config.vocab_size, model.config.vocab_size}
         if single and len(sizes) > 1:
             asked = {"all", "generate_assisted"} & {*self.config.methods}
-            if asked and self.bench.is_main_process:
+            if asked and self.measurement.is_main_process:
                 Console(stderr=True).print(
                     "generate_assisted is left out: transformers' assisted generation refuses "
                     f"vocabularies of {sorted(sizes)} rows"
                 )
         elif single:
             apply_generation_config(model, plain=True)
-            how = model.model.generation_config
-            how.num_assistant_tokens = settings.num_tokens
-            how.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"
-            how.assistant_confidence_threshold = settings.confidence
+            config = model.model.generation_config
+            config.num_assistant_tokens = settings.num_tokens
+            config.num_assistant_tokens_schedule = "heuristic" if settings.heuristic else "constant"
+            config.assistant_confidence_threshold = settings.confidence
             makers["generate_assisted"] = partial(
                 self._build_generate_method, assistant_model=model.model
             )
@@ -325,31 +327,35 @@ class MethodBuilder:
         rank = self.config.output_rank
         return model if rank is None else make_low_rank_target(model, rank)
 
-    def _draft_chain(self, model: Target) -> Method:
+    def _build_draft_chain_method(self, model: Target) -> Method:
         settings = self.config.draft
         length = DraftLength(
             settings.num_tokens if settings.heuristic else None, settings.confidence
         )
         tree = Tree.make_chain(settings.max_tokens if settings.heuristic else settings.num_tokens)
-        return self._draft_model(model, tree, length)
+        return self._build_draft_model_method(model, tree, length)
 
-    def _draft_tree(self, model: Target) -> Method:
+    def _build_draft_tree_method(self, model: Target) -> Method:
         paths = self.config.draft.tree
         tree = (
             make_default_tree(self.config.draft.num_tokens)
             if paths is None
             else Tree.from_paths(paths)
         )
-        return self._draft_model(model, tree)
+        return self._build_draft_model_method(model, tree)
 
-    def _draft_model(self, model: Target, tree: Tree, length: DraftLength | None = None) -> Method:
+    def _build_draft_model_method(
+        self, model: Target, tree: Tree, length: DraftLength | None = None
+    ) -> Method:
         def make(seeds: list[int]) -> Drafter:
-            own = drafter_seeds(seeds)
-            return DraftModel(model, tree, self.sampling, own, length, self.target.vocab_size)
+            draft_seeds = drafter_seeds(seeds)
+            return DraftModel(
+                model, tree, self.sampling, draft_seeds, length, self.target.vocab_size
+            )
 
         return self._build_engine_method(make, tree)
 
-    def _other_tokenizer(self, model: Target) -> Method:
+    def _build_cross_tokenizer_method(self, model: Target) -> Method:
         num_tokens = self.config.draft.num_tokens
         return self._build_engine_method(
             lambda _: CrossTokenizerDrafter(model, self.target.tokenizer, num_tokens)
@@ -357,32 +363,32 @@ class MethodBuilder:
 
     def _build_suffix_method(self) -> Method:
         return self._build_remembering_method(
-            self._make_suffix_tree, lambda _, answers: self._suffix_drafter(answers)
+            self._make_suffix_tree, lambda _, answers: self._make_suffix_drafter(answers)
         )
 
     def _build_hybrid_method(self, head: MeasuredHead) -> Method:
         def make(seeds: list[int], answers: SuffixTree) -> Drafter:
             # Greedy, as sampled candidates cannot stand beside a copied text.
             drafter = head.make_drafter("tree", GREEDY, seeds)
-            return HybridDrafter(drafter, self._suffix_drafter(answers), head.tree.depth / 2)
+            return HybridDrafter(drafter, self._make_suffix_drafter(answers), head.tree.depth / 2)
 
         return self._build_remembering_method(self._make_suffix_tree, make)
 
     def _make_suffix_tree(self) -> SuffixTree:
         return SuffixTree(self.config.suffix.max_ngram)
 
-    def _suffix_drafter(self, answers: SuffixTree) -> SuffixDrafter:
-        how = self.config.suffix
-        return SuffixDrafter(answers, how.num_tokens, how.factor, how.min_prob)
+    def _make_suffix_drafter(self, answers: SuffixTree) -> SuffixDrafter:
+        limits = self.config.suffix
+        return SuffixDrafter(answers, limits.num_tokens, limits.factor, limits.min_prob)
 
     def _build_recycling_method(self) -> Method:
         usual = GPU_NODES if self.target.device.type == "cuda" else CPU_NODES
-        tree = recycling_tree(self.config.recycling.num_tokens or usual)
+        tree = build_recycling_tree(self.config.recycling.num_tokens or usual)
         return self._build_remembering_method(
             SuccessorTable, lambda _, store: Recycling(store, tree), tree
         )
 
-    def _early_exit(self) -> Method:
+    def _build_early_exit_method(self) -> Method:
         settings = self.config.self_draft
         num_layers = settings.num_layers or max(1, self.target.num_layers // 2)
         if num_layers > self.target.num_layers:
@@ -390,9 +396,11 @@ class MethodBuilder:
                 f"self_draft.num_layers={num_layers}: must be below {self.target.num_layers}, the "
                 "target's layers"
             )
-        return self._self_draft(list_skipped_layers(self.target, num_layers), settings.num_tokens)
+        return self._build_self_draft_method(
+            list_skipped_layers(self.target, num_layers), settings.num_tokens
+        )
 
-    def _skip_layers(
+    def _build_skip_layers_method(
         self, searched: list[int] | None = None, num_tokens: int | None = None
     ) -> Method:
         """Skip the layers of the settings, or those of a search with its draft tokens."""
@@ -405,16 +413,16 @@ class MethodBuilder:
                 f"self_draft.skip={outside}: not in the target, which has layers "
                 f"0..{self.target.num_layers - 1}; name these"
             )
-        made = self._self_draft(tuple(skip), settings.num_tokens or num_tokens)
+        made = self._build_self_draft_method(tuple(skip), settings.num_tokens or num_tokens)
         assert made.tree is not None
         made.settings.update({"skip": skip, "chain": made.tree.depth})
         return made
 
-    def _self_draft(self, skip: tuple[int, ...], length: int | None) -> Method:
+    def _build_self_draft_method(self, skip: tuple[int, ...], length: int | None) -> Method:
         ends, num_tokens = self._select_drafting_ends(self.target), length or 4
 
         def make(seeds: list[int]) -> Drafter:
-            own = drafter_seeds(seeds)
-            return SelfDraft(self.target, skip, num_tokens, self.sampling, own, ends)
+            draft_seeds = drafter_seeds(seeds)
+            return SelfDraft(self.target, skip, num_tokens, self.sampling, draft_seeds, ends)
 
         return self._build_engine_method(make, Tree.make_chain(num_tokens))

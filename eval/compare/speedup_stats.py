@@ -1,4 +1,8 @@
-"""Figures of `speedup.json`: speed and acceptance of methods, and their texts side by side."""
+"""Figures of `speedup.json`: speed and acceptance of methods, and their texts side by side.
+
+Batch sizes are compared as well: throughput, latency, and the size from which drafting no longer
+pays.
+"""
 
 import statistics
 from collections import Counter
@@ -19,9 +23,9 @@ from eval.measure.acceptance_stats import (
     Interval,
     PromptSteps,
     bootstrap_interval,
+    compute_percentiles_ms,
     format_interval,
     format_length_bucket,
-    percentiles_ms,
     summarise_acceptance,
     tau,
 )
@@ -41,7 +45,7 @@ WAITS = ("first_token_ms", "between_tokens_ms")
 
 
 def summarise_speedup(
-    bench: Measurement, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
+    measurement: Measurement, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
     """Make the content of `speedup.json`."""
     baseline = select_baseline(methods, runs)
@@ -52,7 +56,7 @@ def summarise_speedup(
                 method,
                 runs,
                 baseline,
-                bench.embeddings_and_output_head.tokenizer,
+                measurement.embeddings_and_output_head.tokenizer,
                 config.seed,
             )
             for name, method in methods.items()
@@ -60,13 +64,13 @@ def summarise_speedup(
         "baseline": baseline,
         "baselines": [name for name in BASELINES if name in methods],
         # Sampled texts differ by chance; tests check their distribution.
-        "lossless": compare_greedy_texts(bench, methods, runs)
-        if bench.sampling.is_greedy
+        "lossless": compare_greedy_texts(measurement, methods, runs)
+        if measurement.sampling.is_greedy
         else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
-        "texts": texts_shown(
-            bench.embeddings_and_output_head.tokenizer, methods, runs, config.num_texts
+        "texts": select_shown_texts(
+            measurement.embeddings_and_output_head.tokenizer, methods, runs, config.num_texts
         ),
     }
 
@@ -127,14 +131,15 @@ def _summarise_method(
             }
     if method.tree is not None and method.tree.num_nodes > 1:
         figures["tree"] = _describe_static_tree(method.tree, texts)
-    # Per prompt its passes, and per repeat its shares of the batches' seconds.
+    # One entry per prompt: its verify passes, and for each part the seconds of every repeat (the
+    # text's share of its batch).
     figures["prompts"] = [
         {
-            **own.build_row(),
+            **passes.build_row(),
             "num_tokens": run.num_tokens(name),
             "seconds": {part: run.seconds_per_repeat(name, part) for part in TIMES},
         }
-        for own, run in zip(steps, runs, strict=True)
+        for passes, run in zip(steps, runs, strict=True)
     ]
     return figures
 
@@ -146,10 +151,10 @@ def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
     }
     for part in ("draft", "verify", "accept", "step"):
         profiled = [run for run in runs if name in run.busy]
-        lasted = _median_total(run.seconds_per_repeat(name, part) for run in profiled)
-        if lasted:
-            worked = sum(run.busy[name].get(part, 0.0) for run in profiled)
-            idle = parts[part] * max(0.0, 1 - worked / lasted)
+        lasted_s = _median_total(run.seconds_per_repeat(name, part) for run in profiled)
+        if lasted_s:
+            worked_s = sum(run.busy[name].get(part, 0.0) for run in profiled)
+            idle = parts[part] * max(0.0, 1 - worked_s / lasted_s)
             parts[part] -= idle
             parts["host"] += idle
     # Either the parts of a step, or the captured step.
@@ -239,7 +244,7 @@ def _median_total(seconds: Iterable[list[float]]) -> float:
 
 
 def compare_greedy_texts(
-    bench: Measurement, methods: dict[str, Method], runs: list[PromptRun]
+    measurement: Measurement, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
     """Count greedy texts that equal plain decoding under every method, and list the others."""
     divergences = []
@@ -248,9 +253,9 @@ def compare_greedy_texts(
         for name in methods:
             text = run.texts[name][0].token_ids
             if text != expected:
-                where = _find_divergence(bench.target, run.prompt, expected, text)
-                divergences.append({"prompt": index, "method": name, **where})
-    differing = {divergence["prompt"] for divergence in divergences}
+                divergence = _find_divergence(measurement.target, run.prompt, expected, text)
+                divergences.append({"prompt": index, "method": name, **divergence})
+    differing = {each["prompt"] for each in divergences}
     return {
         "num_prompts": len(runs),
         "num_equal": len(runs) - len(differing),
@@ -271,7 +276,7 @@ def _find_divergence(
     return {"position": position, "top2_margin": best - second}
 
 
-def texts_shown(
+def select_shown_texts(
     tokenizer: Any, methods: dict[str, Method], runs: list[PromptRun], num_texts: int
 ) -> list[dict[str, Any]]:
     """Choose the texts that the report shows: of each category in turn, the first prompts."""
@@ -322,13 +327,13 @@ def _list_token_depths(text: Generation) -> list[int]:
 
 def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """Decode the text that each token adds; a character split over tokens goes to the last one."""
-    pieces, shown = [], ""
+    pieces, decoded = [], ""
     for end in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:end])
         whole = end == len(token_ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
-        grown = text if whole and text.startswith(shown) else shown
-        pieces.append(grown[len(shown) :])
-        shown = grown
+        grown = text if whole and text.startswith(decoded) else decoded
+        pieces.append(grown[len(decoded) :])
+        decoded = grown
     return pieces
 
 
@@ -337,14 +342,14 @@ def summarise_batch_size(
 ) -> dict[str, Any]:
     """Compute throughput and latency of every method at one batch size.
 
-    The time to the first token is from where a text gets its place to its first token; the time
-    between tokens from what a step gave to what the next one did, as a reader of a stream sees it,
-    of all texts together. In ms, the median of repeats; None where nobody waited.
+    Time to the first token: from the moment a text gets a row of the batch to its first token. Time
+    between tokens: from one step that gave the text tokens to the next such step, over all texts.
+    Both in ms, as medians over the repeats; None if a repeat has no such time.
 
     Args:
-        methods: their names.
-        runs: of all prompts.
-        seed: of the intervals.
+        methods: names of the methods.
+        runs: runs of all prompts.
+        seed: seed of the intervals.
     """
     baseline, rows = select_baseline(methods, runs), {}
     for name in methods:
@@ -353,10 +358,10 @@ def summarise_batch_size(
             "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
             "speedup": compute_speedup(name, baseline, runs, "total"),
             "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
-            "first_token_ms": percentiles_ms(
+            "first_token_ms": compute_percentiles_ms(
                 [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
             ),
-            "between_tokens_ms": percentiles_ms(
+            "between_tokens_ms": compute_percentiles_ms(
                 [
                     [after - s for text in texts for s, after in pairwise(text.arrivals)]
                     for texts in repeats
@@ -372,13 +377,16 @@ def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
     Args:
         sizes: content of `concurrency` in `speedup.json`.
         method: name of the method.
+
+    Returns:
+        None if the method is faster at every size.
     """
-    stop = None
+    break_even = None
     for size in sorted(map(int, sizes), reverse=True):
         if sizes[str(size)]["methods"][method]["speedup"] > 1:
             break
-        stop = size
-    return stop
+        break_even = size
+    return break_even
 
 
 def print_concurrency(result: dict[str, Any], console: Console) -> None:
@@ -387,8 +395,8 @@ def print_concurrency(result: dict[str, Any], console: Console) -> None:
     for name in result["methods"]:
         if name not in result["baselines"]:
             size = find_break_even_size(result["concurrency"], name)
-            says = "pays at all of them" if size is None else f"no longer pays from {size} on"
-            console.print(f"{name}: {says}", highlight=False)
+            verdict = "pays at all of them" if size is None else f"no longer pays from {size} on"
+            console.print(f"{name}: {verdict}", highlight=False)
 
 
 def build_concurrency_table(sizes: dict[str, Any]) -> Table:
@@ -399,11 +407,11 @@ def build_concurrency_table(sizes: dict[str, Any]) -> Table:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for size, measured in sizes.items():
         for name, row in measured["methods"].items():
-            gain, bounds = row["speedup"], row["speedup_ci95"]
-            words = "-" if gain is None else f"{gain:.2f}"
+            speedup, bounds = row["speedup"], row["speedup_ci95"]
+            speedup_text = "-" if speedup is None else f"{speedup:.2f}"
             table.add_row(
                 size, name, f"{row['tokens_per_s']:.1f}",
-                words if bounds is None else f"{words} {format_interval(bounds)}",
+                speedup_text if bounds is None else f"{speedup_text} {format_interval(bounds)}",
                 *(_format_wait(row[key]) for key in WAITS),
             )  # fmt: skip
         table.add_section()

@@ -1,4 +1,4 @@
-"""Times methods side by side: prompts, repeats and methods in turn, with each run saved."""
+"""Times of methods side by side: prompts, repeats and methods in turn, with each run saved."""
 
 import random
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class _Job:
 
 
 def measure_methods(
-    bench: Measurement,
+    measurement: Measurement,
     config: SpeedupRun,
     methods: dict[str, Method],
     batch_size: int = 1,
@@ -72,45 +72,45 @@ def measure_methods(
     otherwise it would copy its own earlier answer.
 
     Args:
-        bench: measurement with the prompts.
+        measurement: measurement with the prompts.
         config: settings of the command.
         methods: methods by name.
         batch_size: texts decoded together.
         journal: finished runs, which are not repeated. A method that remembers decodes the texts of
             an interrupted repeat again, unmeasured.
     """
-    prompts = bench.prompts
+    prompts = measurement.prompts
     groups = [[prompt] for prompt in prompts] if batch_size == 1 else [prompts]
     start = batch_size * JOBS_PER_SIZE
     jobs = _draw_jobs(start, config.num_repeats, len(groups), list(methods), config.seed)
     rows = [] if journal is None else journal.load_rows()
-    kept = {row["id"]: list(map(_parse_generation, row["texts"])) for row in rows if "texts" in row}
-    waiting = {(job.method, job.repeat) for job in jobs if job.id not in kept}
+    done = {row["id"]: list(map(_parse_generation, row["texts"])) for row in rows if "texts" in row}
+    waiting = {(job.method, job.repeat) for job in jobs if job.id not in done}
     for _ in range(config.num_warmups):
         for name in {name for name, _ in waiting}:
             _run_method(methods[name], prompts[:batch_size], config.seed, batch_size)
-    words = "decoding" if batch_size == 1 else f"decoding, {batch_size} at a time"
-    progress = tqdm(jobs, desc=words, unit="job", disable=not bench.is_main_process)
+    description = "decoding" if batch_size == 1 else f"decoding, {batch_size} at a time"
+    progress = tqdm(jobs, desc=description, unit="job", disable=not measurement.is_main_process)
     for job in progress:
         method = methods[job.method]
         if method.forget and job.group == 0:
             method.forget()
         relearns = method.forget and (job.method, job.repeat) in waiting
-        if job.id in kept and not relearns:
+        if job.id in done and not relearns:
             continue
         texts = _run_method(method, groups[job.group], config.seed, batch_size)
-        if job.id not in kept:
-            kept[job.id] = texts
+        if job.id not in done:
+            done[job.id] = texts
             if journal is not None:
                 journal.append([{"id": job.id, "texts": [asdict(text) for text in texts]}])
     runs = [PromptRun(prompt, {name: [] for name in methods}) for prompt in prompts]
     for job in jobs:
         first = job.group  # one prompt per job, or a single job
-        for run, text in zip(runs[first:], kept[job.id], strict=False):
+        for run, text in zip(runs[first:], done[job.id], strict=False):
             run.texts[job.method].append(text)
     if (
-        bench.embeddings_and_output_head is not None
-        and bench.embeddings_and_output_head.device.type == "cuda"
+        measurement.embeddings_and_output_head is not None
+        and measurement.embeddings_and_output_head.device.type == "cuda"
     ):
         for name, method in methods.items():
             _profile_busy_seconds(name, method, runs[: len(groups[0])], config.seed, batch_size)

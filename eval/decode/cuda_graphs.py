@@ -1,6 +1,6 @@
 """Decoding with CUDA graphs: whole steps, or only verify passes if drafting needs the host.
 
-A step of a drafter with `static_nodes` needs nothing from the host: draft, pass, acceptance and
+A step of a drafter with `num_static_nodes` needs nothing from the host: draft, pass, acceptance and
 observation are one launch. The host reads each step while the next one runs, so the device never
 waits. A finished text continues unread until another takes its row. Other drafters work as usual
 before and after a pass; the target's pass over the draft, acceptance and commit are one launch, for
@@ -66,7 +66,7 @@ class CudaGraph(Generic[Output]):
         try:
             # Other threads may do what a capture forbids.
             with (
-                _or_as_before(self.graph, pool),
+                _restore_after_failure(self.graph, pool),
                 torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 self.output = call()
@@ -83,13 +83,13 @@ class CudaGraph(Generic[Output]):
         return self.output
 
 
-_failed: list[Any] = []
-"""Graphs whose failed captures torch 2.13's pinned allocator takes for running: it queries them at
-every later capture."""
+_failed_graphs: list[Any] = []
+"""CUDA graphs whose capture failed. torch 2.13's allocator of pinned memory believes that they are
+still being captured and asks them at every later capture, so these objects must not be freed."""
 
 
 @contextmanager
-def _or_as_before(graph: Any, pool: Any) -> Iterator[None]:
+def _restore_after_failure(graph: Any, pool: Any) -> Iterator[None]:
     """Undo what `torch.cuda.graph` leaves behind if the end of its capture fails.
 
     Otherwise the thread stays on the capture stream, the allocator keeps the pool open and frees no
@@ -100,8 +100,8 @@ def _or_as_before(graph: Any, pool: Any) -> Iterator[None]:
         yield
     except BaseException:
         torch.cuda.set_stream(stream)
-        if _was_open(pool, device):
-            _failed.append(graph)
+        if _close_pool(pool, device):
+            _failed_graphs.append(graph)
             torch._C._cuda_releasePool(device, pool)
             generator = torch.cuda.default_generators[device]
             fresh = torch.Generator(generator.device)
@@ -110,8 +110,8 @@ def _or_as_before(graph: Any, pool: Any) -> Iterator[None]:
         raise
 
 
-def _was_open(pool: Any, device: int) -> bool:
-    """Close a pool; False if a capture had closed it."""
+def _close_pool(pool: Any, device: int) -> bool:
+    """Close a memory pool; return False if the capture had closed it already."""
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
@@ -145,15 +145,15 @@ class GraphDecoder:
     """Decodes texts with one drafter; its graphs serve all later texts.
 
     Args:
-        target: target without an `obstacle`.
+        target: target without an obstacle, see `find_capture_obstacle`.
         make: function that makes a drafter.
         max_new_tokens: largest number of tokens per text.
         sampling: how the target chooses.
 
     Attributes:
         what: captured part of a step.
-        kept: `CapturedSteps` or `CapturedPasses` of the last text; None with several texts at a
-            time.
+        last_captured: `CapturedSteps` or `CapturedPasses` of the last text; None with several texts
+            at a time.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class GraphDecoder:
         self.target, self.make = target, make
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.what = "verify pass" if make([0]).num_static_nodes is None else "step"
-        self.kept: Any = None
+        self.last_captured: Any = None
 
     def decode_requests(self, requests: Sequence[Request], batch_size: int) -> list[Generation]:
         """Decode texts, as `eval.decode.engine.decode_many` does.
@@ -177,11 +177,11 @@ class GraphDecoder:
         )
         # Captured passes need a fixed number of texts; steps do not.
         if batch_size == 1 or self.what == "step":
-            batch.captured = self.kept
-        self.kept = None
+            batch.captured = self.last_captured
+        self.last_captured = None
         generations = batch.decode_all()
         # Larger batches drop rows as texts end, and their graphs would keep a cache alive.
-        self.kept = batch.captured if batch_size == 1 else None
+        self.last_captured = batch.captured if batch_size == 1 else None
         return generations
 
 
@@ -194,21 +194,21 @@ class _Graphs(Generic[Output]):
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.captured: dict[Hashable, CudaGraph[Output]] = {}
-        self.met: set[Hashable] = set()
+        self.seen_keys: set[Hashable] = set()
 
     def needs_capture(self, key: Hashable) -> bool:
         """Tell whether a graph must be captured before the next run."""
-        return key in self.met and key not in self.captured
+        return key in self.seen_keys and key not in self.captured
 
     def capture_graph(self, key: Hashable, call: Callable[[], Output]) -> None:
         """Capture a graph, without computing."""
         self.captured[key] = CudaGraph(call, self.pool)
 
     def run_call(self, key: Hashable, call: Callable[[], Output]) -> Output:
-        """Run the call, in one launch if captured."""
+        """Run the call of a key, in one launch if captured."""
         if key in self.captured:
             return self.captured[key].launch_graph()
-        self.met.add(key)
+        self.seen_keys.add(key)
         return call()
 
 
@@ -246,7 +246,7 @@ class CapturedSteps(_Rows):
     """Rows of a batch with captured steps: everything that a step reads and writes.
 
     Args:
-        batch: batch whose drafter has `static_nodes` and has observed its texts.
+        batch: batch whose drafter has `num_static_nodes` and has observed its texts.
         cache: cache of the texts.
 
     Attributes:
@@ -277,14 +277,17 @@ class CapturedSteps(_Rows):
         return compute_num_slots(longest, self.num_nodes) <= self.capacity
 
     def reserve_slots(self, longest: int) -> bool:
-        """Reserve slots for texts of a known length; True if the step must be captured."""
-        width, held = compute_num_slots(longest, self.num_nodes), self.cache.slots.fixed_width
+        """Reserve slots for texts of a known length; return whether the step must be captured."""
+        width, fixed_width = (
+            compute_num_slots(longest, self.num_nodes),
+            self.cache.slots.fixed_width,
+        )
         if self.target.capacity is not None:
             width = self.target.capacity
-        elif held is not None and len(self.roots) > 1:
+        elif fixed_width is not None and len(self.roots) > 1:
             # Rows of finished texts may have advanced to the end of the slots.
-            width = max(width, held)
-        if width != held:
+            width = max(width, fixed_width)
+        if width != fixed_width:
             self.cache.fix_width(width, self.num_nodes, self.capacity)
         self.width = width
         return self.graphs.needs_capture(width)
@@ -347,14 +350,14 @@ class _Launched:
 
 
 class StepBatch(DecodingBatch):
-    """Texts of a drafter with `static_nodes` on a GPU, in captured steps.
+    """Texts of a drafter with `num_static_nodes` on a GPU, in captured steps.
 
     Attributes:
         captured: the rows, possibly of an earlier finished batch.
     """
 
     captured: CapturedSteps | None = None
-    late: _Launched | None = None
+    previous: _Launched | None = None
 
     def _start_texts(self) -> tuple[CommittedTokens, NewTokens]:
         """Start as usual, or with free rows that the first texts take."""
@@ -392,12 +395,12 @@ class StepBatch(DecodingBatch):
                 rows.capture_step()
         with self.clock.measure_part("step", self.running):
             launched = _Launched(list(self.rows), *rows.launch_step())
-        late, self.late = self.late, launched
+        previous, self.previous = self.previous, launched
         assert rows.committed is not None
-        if late is None:
+        if previous is None:
             return rows.committed, {}
-        late.done.synchronize()  # the only wait
-        steps = zip(late.texts, HostStep.from_records(late.record.tolist()), strict=True)
+        previous.done.synchronize()  # the only wait
+        steps = zip(previous.texts, HostStep.from_records(previous.record.tolist()), strict=True)
         new = {text: self._record_step(text, step) for text, step in steps if text in self.running}
         return rows.committed, new
 
@@ -453,7 +456,7 @@ class CapturedPasses(_Rows):
 
     Attributes:
         longest: tokens of the longest text to come.
-        most: largest number of draft tokens of a text so far.
+        max_draft_tokens: largest number of draft tokens of a text so far.
         capacity: slots of the caches.
         inputs: drafts in fixed memory.
         key: key of the next pass: its shape and slots.
@@ -461,7 +464,7 @@ class CapturedPasses(_Rows):
 
     def __init__(self, batch: DecodingBatch, cache: TreeCache) -> None:
         super().__init__(batch, cache)
-        self.longest, self.most = batch.longest, 0
+        self.longest, self.max_draft_tokens = batch.longest, 0
         self.capacity = self.target.capacity or compute_num_slots(self.longest, 1)
         self.fixed = self.target.capacity is not None
         self.inputs: dict[PassShape, Draft] = {}
@@ -470,7 +473,7 @@ class CapturedPasses(_Rows):
 
     def has_room(self, longest: int) -> bool:
         """Tell whether a text of this length has room, with the largest draft so far."""
-        return compute_num_slots(longest, 1 + self.most) <= self.capacity
+        return compute_num_slots(longest, 1 + self.max_draft_tokens) <= self.capacity
 
     def insert_text(self, batch: DecodingBatch, committed: CommittedTokens) -> CommittedTokens:
         """Continue the single text of another batch here, and return its prompt for the drafter."""
@@ -483,22 +486,25 @@ class CapturedPasses(_Rows):
         return replace(committed, cache=self.cache)
 
     def prepare_draft(self, draft: Draft, longest: int) -> bool:
-        """Take a draft for texts of a known length; True if its pass must be captured."""
+        """Prepare the pass over a draft for texts of a known length; tell whether to capture it."""
         shape = PassShape.from_draft(draft)
         if shape.num_tokens > PADDED_DRAFT_SIZES[-1]:
             raise CaptureError(
                 f"{shape.num_tokens} draft tokens, more than the largest graph of "
                 f"{PADDED_DRAFT_SIZES[-1]}"
             )
-        self.most = max(self.most, shape.num_tokens)
+        self.max_draft_tokens = max(self.max_draft_tokens, shape.num_tokens)
         if not self.has_room(self.longest):
             if self.fixed:
                 raise CaptureError(
-                    f"{self.longest} tokens and {self.most} draft tokens exceed a compiled "
-                    f"target's {self.capacity} slots"
+                    f"{self.longest} tokens and {self.max_draft_tokens} draft tokens exceed a "
+                    f"compiled target's {self.capacity} slots"
                 )
             # Caches may move now, as all graphs are dropped.
-            self.capacity, self.graphs = compute_num_slots(self.longest, 1 + self.most), _Graphs()
+            self.capacity, self.graphs = (
+                compute_num_slots(self.longest, 1 + self.max_draft_tokens),
+                _Graphs(),
+            )
         self.key = shape, self._set_fixed_width(longest, 1 + shape.num_tokens)
         self._write_draft(shape, draft)
         return self.graphs.needs_capture(self.key)
@@ -520,9 +526,9 @@ class CapturedPasses(_Rows):
     def _write_draft(self, shape: PassShape, draft: Draft) -> None:
         """Write a draft where its graph reads it."""
         new = shape.pad_draft(draft)
-        own = self.inputs.setdefault(shape, new)
-        for held, written in zip(_list_draft_tensors(own), _list_draft_tensors(new), strict=True):
-            held.copy_(written)
+        fixed = self.inputs.setdefault(shape, new)
+        for to, source in zip(_list_draft_tensors(fixed), _list_draft_tensors(new), strict=True):
+            to.copy_(source)
 
     def _compute_pass(self) -> VerifyResult:
         return self._verify_on_device(self.inputs[self.key[0]])

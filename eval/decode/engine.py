@@ -28,7 +28,7 @@ ROOT_ALONE = Tree.make_chain(0)
 DrafterFactory = Callable[[list[int]], Drafter]
 """Function that makes a drafter for texts with these seeds."""
 NewTokens = dict[int, list[int]]
-"""New tokens by the index of their text."""
+"""New tokens of texts, by the index of the text."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Generation:
 
     Attributes:
         token_ids: the text.
-        steps: its share of each verify pass.
+        steps: the text's share of each verify pass.
         paths: accepted nodes of each step, without the root.
-        times: its shares of its batches' times.
+        times: the text's shares of the times of its batches.
         drafted: draft tokens verified in each step.
-        arrivals: seconds after its start at which the prompt's pass and each step gave tokens.
+        arrivals: seconds from the text's start to the tokens of the prompt's pass and of each step.
     """
 
     token_ids: list[int]
@@ -144,7 +144,7 @@ def decode_batch(
         sampling: how the target chooses; greedy by default.
         seeds: seeds of everything sampled, one per text; 0 by default.
     """
-    return _whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decode_all()
+    return _make_whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decode_all()
 
 
 def decode_many(
@@ -177,12 +177,12 @@ def stream_tokens(
     seeds: Sequence[int] | None = None,
 ) -> Iterator[NewTokens]:
     """Run `decode_batch`, but yield tokens as they are accepted, per running text."""
-    yield from _whole_batch(
+    yield from _make_whole_batch(
         target, drafter, prompts, max_new_tokens, sampling, seeds
     ).stream_tokens()
 
 
-def _whole_batch(
+def _make_whole_batch(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[list[int]],
@@ -318,8 +318,8 @@ class DecodingBatch:
         with self.clock.measure_part("accept", self.rows):
             verified = nodes.accept_paths(draft, self.sampling, self.generators)
             steps = HostStep.from_records(verified.host_record.tolist())
-            kept = KeptNodes(verified.accepted.nodes, verified.counts)
-            cache.commit([step.path for step in steps], kept)
+            kept_nodes = KeptNodes(verified.accepted.nodes, verified.counts)
+            cache.commit([step.path for step in steps], kept_nodes)
             self.roots = verified.accepted.bonus
             return verified.build_committed_tokens(steps, cache), self._record_steps(steps)
 
@@ -382,7 +382,7 @@ class DecodingBatch:
         return new
 
     def _emit_tokens(self, new: NewTokens) -> bool:
-        """Append tokens to the texts; return whether all of them continue."""
+        """Append tokens to the texts; return whether all these texts continue."""
         now = self.clock.end_lap(list(new) or self.running)
         ended = set()
         for text, tokens in new.items():
@@ -423,7 +423,8 @@ class DecodingBatch:
     def _drop_rows(self, num_new: int, committed: CommittedTokens) -> CommittedTokens:
         """Drop rows everywhere; the last rows take the free places."""
         free = [text for text in self.rows if text not in self.running]
-        # The first free rows are among the rows that stay in place.
+        # The first `num_new` free rows have indices below the new batch size, so only rows at the
+        # end move.
         staying = [*self.running, *free[:num_new]]
         last = [row for row in range(len(staying), len(self.rows)) if self.rows[row] in staying]
         rows = [row if self.rows[row] in staying else last.pop() for row in range(len(staying))]

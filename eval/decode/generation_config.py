@@ -1,7 +1,7 @@
 """Generation config of a target: settings that are applied or refused, and ends of texts.
 
-A run sets itself how and how many tokens are sampled. Other settings change what `generate` writes.
-Those that depend on the text alone are applied with transformers' own processors, on rows of ids
+A run itself sets how and how many tokens are sampled. Other settings change what `generate` writes.
+Settings that depend on the text alone are applied with transformers' own processors, on rows of ids
 whose next token is needed. Every node of a draft is such a row, the text and the path from the
 root, so drafts are verified against what `generate` would choose there.
 
@@ -70,7 +70,7 @@ class LogitsProcessors:
         committed = torch.tensor([[len(ids) - 1] for ids in prompts], device=device)
         last = torch.tensor([ids[-1:] for ids in prompts], device=device)
         history = torch.tensor(filled, device=device, dtype=torch.int64)
-        rows = node_rows(
+        rows = build_node_rows(
             history, committed, last, build_tree_layout(Tree.make_chain(0), device), none
         )
         return _process_rows(logits.unsqueeze(1), rows, self.first)[:, 0]
@@ -94,7 +94,7 @@ class LogitsProcessors:
             tokens: [B, N] int64 tokens of the trees; negative for missing nodes.
             layout: layout of the trees.
         """
-        rows = node_rows(history, committed, tokens, layout, logits.shape[2])
+        rows = build_node_rows(history, committed, tokens, layout, logits.shape[2])
         return _process_rows(logits, rows, self.always)
 
 
@@ -106,7 +106,7 @@ def _process_rows(logits: Tensor, rows: Tensor, processors: list[Processor]) -> 
     return scores[:, :-1].view(logits.shape)
 
 
-def node_rows(
+def build_node_rows(
     history: Tensor, committed: Tensor, tokens: Tensor, layout: TreeLayout, none: int
 ) -> Tensor:
     """Build the text up to each node: [B, N, L + N] int64, right-aligned, with `none` before it.
@@ -132,8 +132,8 @@ def node_rows(
     # Column c holds the token at that position of the node's text, with its own at the end.
     own = before + layout.depths.unsqueeze(2)
     position = torch.arange(1 - width, 1, device=tokens.device) + own
-    at = torch.where(position < before, position, position - before + length)
-    return source.gather(2, at.clamp_min(0)).masked_fill(position < 0, none)
+    column = torch.where(position < before, position, position - before + length)
+    return source.gather(2, column.clamp_min(0)).masked_fill(position < 0, none)
 
 
 class StopRules:
@@ -202,22 +202,24 @@ def apply_generation_config(
     Args:
         target: target to change.
         stop: texts that end an answer, instead of the config's.
-        plain: ignore the config's changes.
-        ignore_eos: let stop tokens not end answers.
+        plain: whether to ignore the config's changes.
+        ignore_eos: whether answers go on after stop tokens.
 
     Raises:
         InputError: the config has settings that drafts cannot be verified with, or invalid values.
     """
-    ours = target.generation_config
+    config = target.generation_config
     target.logits_processing = {} if plain else parse_logits_settings(target)
-    theirs = [ours.stop_strings] if isinstance(ours.stop_strings, str) else ours.stop_strings
-    target.stop_strings = tuple(stop or ([] if plain else theirs or []))
+    own_stops = (
+        [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings
+    )
+    target.stop_strings = tuple(stop or ([] if plain else own_stops or []))
     target.ignores_stops = ignore_eos
     if isinstance(target, Target):
         # `generate` alone would follow other settings, e.g. to keep no cache.
         target.model.generation_config = GenerationConfig(
-            eos_token_id=ours.eos_token_id,
-            pad_token_id=ours.pad_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
             **target.logits_processing,
         )
 

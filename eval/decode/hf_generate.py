@@ -1,4 +1,4 @@
-"""Baselines with transformers' own `generate`, observed through the target's passes."""
+"""Baselines: transformers' own `generate`, observed through the target's passes."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -59,7 +59,9 @@ class _PassRecorder:
         Between two passes the cache holds all but the last token of the text.
         """
         # A text is cut where it should have ended, as transformers may continue past that.
-        ends = [min(held - num_prompt + 1, num_tokens) for held in self.cached[1:]] + [num_tokens]
+        ends = [min(cached - num_prompt + 1, num_tokens) for cached in self.cached[1:]] + [
+            num_tokens
+        ]
         steps = [
             Step(after - before - 1, after - before, num_tokens - before)
             for before, after in pairwise(ends)

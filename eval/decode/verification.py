@@ -1,6 +1,13 @@
-"""One pass of the target over draft trees, with the accepted paths and their record.
+"""One pass of the target over draft trees, and the rules that accept a path of each tree.
 
-Letters: B texts, N tree nodes (root included), A nodes kept, D hidden, V vocab.
+Acceptance is greedy, or by sampling that keeps the target's distribution. A rule decides on every
+node of every tree at once, as if the walk from the root had reached the node: is the node accepted,
+given that its parent was accepted and its earlier siblings were rejected? The walk down and the
+bonus token are then the same for all rules. The bonus token is sampled from the rest of the
+target's distribution at the node where the walk ends.
+
+Letters: B texts, N tree nodes (root included), P nodes with children, D hidden size in states and
+depth in paths, V vocab; p the target's distribution, q the drafter's.
 """
 
 from collections.abc import Sequence
@@ -49,11 +56,11 @@ class HostStep(NamedTuple):
 
     @classmethod
     def from_records(cls, record: list[list[int]]) -> "list[HostStep]":
-        """Read the steps of the rows of a `Verified.record`."""
+        """Read the step of each row from a `VerifyResult.host_record`."""
         steps = []
         for num_accepted, bonus, num_drafted, *rest in record:
-            kept, width = num_accepted + 1, len(rest) // 2
-            steps.append(cls(rest[:kept], rest[width : width + kept], bonus, num_drafted))
+            length, width = num_accepted + 1, len(rest) // 2
+            steps.append(cls(rest[:length], rest[width : width + length], bonus, num_drafted))
         return steps
 
 
@@ -81,7 +88,7 @@ class VerifyResult:
     def build_committed_tokens(
         self, steps: Sequence[HostStep], cache: TreeCache
     ) -> CommittedTokens:
-        """Make the pass as drafters observe it, once the host knows its steps."""
+        """Build the committed tokens that drafters observe, once the host knows the steps."""
         paths = [step.path for step in steps]
         longest = max(map(len, paths))
         path = self.accepted.nodes[:, :longest]
@@ -123,7 +130,7 @@ class TreeOutputs:
 
 
 class ContextLimits:
-    """Lengths from which a target reads texts differently, or not at all.
+    """Lengths from which a target reads texts with other frequencies, or not at all.
 
     Up to the switch a text uses the short frequencies of LongRoPE, above it the long ones for all
     tokens, so its keys are then recomputed, as in transformers' `generate`. A draft is not accepted
@@ -158,9 +165,9 @@ class ContextLimits:
         for row, (number, length) in enumerate(zip(numbers, cache.slots.lengths, strict=True)):
             if length >= self.switch and number not in self.long:
                 self.long.add(number)
-                anew = self.target.new_cache(1)
-                prefill_last_states(self.target, anew, [texts[row][: length + 1]])
-                cache.overwrite_row(row, anew)
+                recomputed = self.target.new_cache(1)
+                prefill_last_states(self.target, recomputed, [texts[row][: length + 1]])
+                cache.overwrite_row(row, recomputed)
 
     def mask_beyond_limits(self, tokens: Tensor, depths: Tensor, cache: TreeCache) -> Tensor:
         """Replace tokens [B, N] of trees beyond the window or a short text's switch by PAD.
@@ -219,14 +226,14 @@ def verify(
     if sampling.is_greedy:
         choices = logits.argmax(-1)
         passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
-        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
+        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
         return AcceptedPaths(
             nodes, _select_node_values(layout.depths, end), _select_node_values(choices, end)
         )
     probs = sampling.compute_probabilities(logits)
     if sampling.typical is not None:
         passes, log_probs = accept_typical(layout, tokens, probs, sampling.typical)
-        nodes, end = _deepest_path(layout, passes, log_probs)
+        nodes, end = _find_deepest_path(layout, passes, log_probs)
         return AcceptedPaths(
             nodes,
             _select_node_values(layout.depths, end),
@@ -235,11 +242,11 @@ def verify(
     uniforms = generators.draw_uniform(tokens.shape[1])
     if draft.draft_probs is None:
         passes = accept_ranked(layout, tokens, probs, uniforms)
-        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
-        rest = _without_children(layout, tokens, _select_node_values(probs, end), end)
+        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
+        rest = _remove_children(layout, tokens, _select_node_values(probs, end), end)
     else:
         passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
-        nodes, end = _deepest_path(layout, _first_sibling(layout, passes))
+        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
         rest = _select_node_values(probs, end)
     return AcceptedPaths(
         nodes, _select_node_values(layout.depths, end), generators.sample_indices(rest)
@@ -260,10 +267,10 @@ def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: T
 
     Source: SafeAILab/EAGLE `eagle/model/utils.py`, `evaluate_posterior`.
     """
-    before = _earlier_siblings(layout)
+    before = _mark_earlier_siblings(layout)
     same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
     repeated = (before & same).any(-1)
-    p = _token_probs(layout, tokens, probs).masked_fill(repeated, 0)
+    p = _look_up_token_probs(layout, tokens, probs).masked_fill(repeated, 0)
     left = 1 - (before.float() @ p.unsqueeze(2)).squeeze(2)
     return uniforms * left < p
 
@@ -286,14 +293,14 @@ def accept_sampled(
     num_inner = q.shape[1]
     p, leaves = probs[:, :num_inner], probs[:, num_inner:]
     passes = torch.zeros_like(tokens, dtype=torch.bool)
-    ranks = _earlier_siblings(layout).sum(-1).expand_as(tokens)
+    ranks = _mark_earlier_siblings(layout).sum(-1).expand_as(tokens)
     parents = layout.parents.expand_as(tokens)
     inner = torch.arange(num_inner, device=tokens.device)
-    there = tokens >= 0
-    there[:, 0] = False
+    exists = tokens >= 0
+    exists[:, 0] = False
     for rank in range(max(map(len, draft.tree.children))):
         # [B, P, N]: the child of this rank; each node has at most one.
-        child = (parents.unsqueeze(1) == inner[:, None]) & (there & (ranks == rank)).unsqueeze(1)
+        child = (parents.unsqueeze(1) == inner[:, None]) & (exists & (ranks == rank)).unsqueeze(1)
         has, node = child.max(-1)
         token = tokens.gather(1, node).clamp_min(0).unsqueeze(2)
         threshold = uniforms.gather(1, node).unsqueeze(2) * q.gather(2, token)
@@ -309,26 +316,26 @@ def accept_typical(
     """Accept typical nodes: [B, N] bool, and log p of the path to each node, [B, N]."""
     entropy = -(probs * (probs + 1e-5).log()).sum(-1)
     threshold = (rule.alpha * (-entropy).exp()).clamp_max(rule.threshold)
-    p = _token_probs(layout, tokens, probs)
+    p = _look_up_token_probs(layout, tokens, probs)
     passes = p > threshold.gather(1, layout.parents.expand_as(tokens))
     logs = p.clamp_min(1e-30).log()
     return passes, (layout.mask.float() @ logs.unsqueeze(2)).squeeze(2)
 
 
 def _normalise_weights(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Divide by the sum; `otherwise` where rounding leaves nothing."""
+    """Divide weights by their sum; take `otherwise` where rounding leaves nothing."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
 
-def _token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
+def _look_up_token_probs(layout: TreeLayout, tokens: Tensor, probs: Tensor) -> Tensor:
     """Look up p(x) of each node's token at its parent: [B, N]; 0 for missing nodes."""
     places = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
     p = probs[places, layout.parents.expand_as(tokens), tokens.clamp_min(0)]
     return p.masked_fill(tokens < 0, 0)
 
 
-def _earlier_siblings(layout: TreeLayout) -> Tensor:
+def _mark_earlier_siblings(layout: TreeLayout) -> Tensor:
     """Mark in row n of [B, N, N] bool the earlier nodes with n's parent; the root has none."""
     same = layout.parents.unsqueeze(2) == layout.parents.unsqueeze(1)
     earlier = same & torch.ones_like(same).tril(-1)
@@ -336,13 +343,13 @@ def _earlier_siblings(layout: TreeLayout) -> Tensor:
     return earlier
 
 
-def _first_sibling(layout: TreeLayout, passes: Tensor) -> Tensor:
+def _select_first_siblings(layout: TreeLayout, passes: Tensor) -> Tensor:
     """Mark the first sibling that passes under each parent: [B, N] bool."""
-    later = (_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
+    later = (_mark_earlier_siblings(layout) & passes.unsqueeze(1)).any(-1)
     return passes & ~later
 
 
-def _deepest_path(
+def _find_deepest_path(
     layout: TreeLayout, passes: Tensor, scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Find the deepest node whose path passes: the path's nodes [B, D + 1], and the node [B].
@@ -369,14 +376,14 @@ def _deepest_path(
     return path, end
 
 
-def _without_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
+def _remove_children(layout: TreeLayout, tokens: Tensor, probs: Tensor, end: Tensor) -> Tensor:
     """Remove the rejected tokens of node `end`'s children from p there: [B, V]."""
     rejected = (layout.parents.expand_as(tokens) == end.unsqueeze(1)) & (tokens >= 0)
     rejected[:, 0] = False
-    kept = torch.ones_like(probs).scatter_reduce(
+    remaining = torch.ones_like(probs).scatter_reduce(
         1, tokens.clamp_min(0), (~rejected).to(probs.dtype), "amin"
     )
-    rest = probs * kept
+    rest = probs * remaining
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
 
 

@@ -1,8 +1,24 @@
-"""tau, alpha and their intervals, from verify steps.
+"""tau, alpha, acceptance lengths and their intervals, from verify steps.
 
 tau: mean tokens per verify pass, including the bonus token, over all passes of all prompts (micro
-mean); the prefill's token is not counted. alpha_d: share of passes that kept depth d among those
-that kept depth d - 1 and whose text was long enough to test depth d.
+mean); the prefill's token is not counted. alpha_d: share of passes that kept depth d among the
+passes that kept depth d - 1 and whose text was long enough to test depth d.
+
+Acceptance lengths are figures as other tools define them: what they count, and how they average.
+Every figure is a mean of ratios. One text has n verify passes that emit E tokens; d passes have
+drafts, of which A tokens are accepted:
+
+    passes       E / n              tau: what drafting saves, in passes of the target
+    drafts       (d + A) / d        vLLM: its bonus token counts even where the text ends before it
+    first_token  (E + 1) / n        SGLang: with the token that the prompt's pass gives
+    first_pass   (E + 1) / (n + 1)  Model-Optimizer: with that pass as well
+
+Pooled figures divide sums over all texts. The others average the ratios of turns, or of dialogues
+(sums over their turns). Draft tokens beyond the end of a text are not counted here; vLLM and SGLang
+count draft tokens that a text's last pass accepts there.
+
+Sources: vLLM 0.32 `benchmarks/serve.py`, `v1/spec_decode/metrics.py`; SGLang
+`managers/tokenizer_manager.py`; Model-Optimizer `examples/specdec_bench/specdec_bench/metrics`.
 """
 
 import math
@@ -35,14 +51,15 @@ LENGTH_DEFINITIONS = {
     "first_token": "with the prompt's token, as SGLang",
     "first_pass": "with its pass too, as Model-Optimizer",
 }
+"""What an acceptance length counts, in words."""
 
 
 MEANS = ("pooled", "turns", "dialogues")
+"""What a mean is over."""
 
 
 FEWEST = 725
-"""Tokens of the shortest prompts with a length name; above, the nearest power of two from 1,024 is
-used."""
+"""Tokens from which a prompt's length has a name: the nearest power of two, from 1,024."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +70,9 @@ class PromptSteps:
         category: category, for figures by category.
         steps: verify passes.
         drafted: draft tokens that each pass verified, if counted.
-        dialogue: number of the dialogue; its prompts share a topic, so intervals group them.
+        dialogue: number of the dialogue; intervals group its prompts, as they share a topic.
         turn: turn of the dialogue, from 1.
-        num_thinking: number of tokens of its response that are thinking, from the first on.
+        num_thinking: thinking tokens at the start of the response.
         prompt_tokens: tokens of the prompt; 0 if not counted.
     """
 
@@ -86,7 +103,9 @@ def summarise_acceptance(
     """Compute the figures of `acceptance.json` that only need the steps."""
     rows = [prompt.build_row() for prompt in prompts]
 
-    def by(key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]) -> dict[str, object]:
+    def summarise_groups(
+        key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]
+    ) -> dict[str, object]:
         """Compute the figures of groups of prompts, in the order of their keys."""
         groups: dict[str, list[PromptSteps]] = {}
         for prompt in sorted(prompts, key=key):
@@ -111,13 +130,15 @@ def summarise_acceptance(
         "tau_ci95": compute_tau_interval(prompts, seed),
         "acceptance_length": compute_acceptance_lengths(list(map(PassCounts.from_row, rows))),
         "alpha": alpha(prompts, depth),
-        "per_position": per_position(prompts, depth),
+        "per_position": compute_per_position(prompts, depth),
         "histogram": count_accepted_histogram(rows, depth),
-        "by_category": by(lambda prompt: prompt.category, str),
-        "by_input_length": by(lambda prompt: prompt.prompt_tokens, format_length_bucket)
+        "by_category": summarise_groups(lambda prompt: prompt.category, str),
+        "by_input_length": summarise_groups(
+            lambda prompt: prompt.prompt_tokens, format_length_bucket
+        )
         if counted
         else {},
-        "by_part": by_part(prompts, depth),
+        "by_part": compute_part_figures(prompts, depth),
         "num_prompts": len(prompts),
         "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
         "num_steps": sum(len(prompt.steps) for prompt in prompts),
@@ -144,7 +165,7 @@ def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     return rates
 
 
-def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
+def compute_per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     """Compute the share of all passes that kept depth d: vLLM's per-position acceptance."""
     steps = [step for prompt in prompts for step in prompt.steps]
     return [
@@ -153,7 +174,7 @@ def per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     ]
 
 
-def by_part(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
+def compute_part_figures(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
     """Compute figures of thinking and of answers apart; empty without thinking.
 
     A pass belongs to the part of its first token.
@@ -225,7 +246,7 @@ class PassCounts:
     def from_row(cls, row: Mapping[str, Any]) -> "PassCounts":
         """Sum a row of `PromptSteps.build_row`."""
         n = len(row["emitted"])
-        # Passes without draft tokens are no drafts; if these were not counted, all passes are.
+        # A pass without draft tokens is no draft; without counts of draft tokens, every pass is.
         drafts = sum(map(bool, row["drafted"])) if row["drafted"] else n
         return cls(row["dialogue"], n, drafts, sum(row["accepted"]), sum(row["emitted"]))
 
@@ -323,12 +344,12 @@ def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     # Sums stand for a dialogue's passes.
     sums = [
         (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
-        for group in by_dialogue(prompts)
+        for group in group_by_dialogue(prompts)
     ]
     return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
 
 
-def by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
+def group_by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
     """Group prompts by dialogue."""
     dialogues: dict[int, list[PromptSteps]] = {}
     for prompt in prompts:
@@ -342,7 +363,7 @@ def compare_tau(
     """Compute tau of the second minus the first, and its 95% interval over paired dialogues.
 
     Args:
-        first: rows of `PromptSteps.row`.
+        first: rows of `PromptSteps.build_row`.
         second: rows of the same prompts.
         seed: seed of the resampling.
     """
@@ -368,7 +389,7 @@ def _compute_tau(sums: Sequence[tuple[int, int]]) -> float:
     return num_emitted / num_steps if num_steps else 1.0
 
 
-def percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
+def compute_percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:
     """Compute `p50` and `p99` in ms of waits in s: of each the median over repeats.
 
     None if a repeat has no waits.

@@ -1,4 +1,7 @@
-"""Serving engines that run a target's layers: opens, checks and asks them.
+"""Answers and hidden states of serving engines that run a target's layers.
+
+Engines are opened, and probed before the first step and after a failure: do they run the right
+target?
 
 Letters: S tokens, D hidden.
 """
@@ -61,6 +64,7 @@ MOST_SHARE = 0.05
 
 
 AT_ONCE = 8
+"""Texts that the probe sends at once."""
 
 
 WORDS = {
@@ -73,11 +77,11 @@ WORDS = {
 
 @dataclass(frozen=True)
 class EngineAnswerSource:
-    """Texts of a target whose layers run in engines.
+    """Writes and reads texts of a target whose layers run in engines.
 
     Attributes:
-        pool: source of the last layer's state and of those that a head reads.
-        target: the parts in this process.
+        pool: servers of the last layer's state and of the states that a head reads.
+        target: the target's parts in this process.
     """
 
     pool: HiddenStatesPool
@@ -92,22 +96,22 @@ class EngineAnswerSource:
         self, prompts: Sequence[list[int]], max_new_tokens: int
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield number and answer of each prompt, as the answers end."""
-        told = [build_request_settings(self.target)] * len(prompts)
-        for number, ids in self.pool.stream_answers(prompts, max_new_tokens, told):
+        settings = [build_request_settings(self.target)] * len(prompts)
+        for number, ids in self.pool.stream_answers(prompts, max_new_tokens, settings):
             yield number, StopRules.from_target(self.target).cut_after_end([], ids)
 
     def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
         """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
-        found = []
+        texts = []
         answers = self.pool.request_answers_with_states(
             prompts, max_new_tokens, build_request_settings(self.target)
         )
         for prompt, (whole, states) in zip(prompts, answers, strict=True):
             ids = StopRules.from_target(self.target).cut_after_end([], whole)
-            found.append((ids, self._build_target_output(states, len(prompt) + len(ids) - 1, taps)))
-        return found
+            texts.append((ids, self._build_target_output(states, len(prompt) + len(ids) - 1, taps)))
+        return texts
 
     def encode_response(
         self, prompt: list[int], response: list[int], taps: FeatureLayers
@@ -137,13 +141,13 @@ def build_request_settings(
         InputError: the config has settings that a server does not take.
     """
     asked = target.logits_processing
-    if untold := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
+    if refused := [f"{name}={value}" for name, value in asked.items() if name != PENALTY]:
         raise InputError(
-            f"{who}: does not take {', '.join(untold)}, which the generation config of "
+            f"{who}: does not take {', '.join(refused)}, which the generation config of "
             f"{target.name} sets; allowed: {PENALTY}; remove the others from generation_config.json"
         )
-    told: dict[str, Any] = {"temperature": temperature, PENALTY: asked.get(PENALTY, 1.0)}
-    return told | ({"ignore_eos": True} if target.ignores_stops else {})
+    settings: dict[str, Any] = {"temperature": temperature, PENALTY: asked.get(PENALTY, 1.0)}
+    return settings | ({"ignore_eos": True} if target.ignores_stops else {})
 
 
 @contextmanager
@@ -158,7 +162,7 @@ def open_states_pool(
 
     Args:
         config: settings with the servers, and with relays for folders that are not visible here.
-        target: the parts of it in this process.
+        target: the target's parts in this process.
         layers: indices of `output_hidden_states`.
         text: token ids of the data, to check with.
         final_norm: norm for `hidden_states`, on the CPU; None leaves `hidden_states` out.
@@ -212,10 +216,10 @@ class EngineProbe:
     """Questions with known answers for servers of a target's hidden states.
 
     Attributes:
-        target: the parts of it in this process.
+        target: the target's parts in this process.
         token_ids: token ids of a text of the data, as long as documents may be.
-        early: index of a hidden state, and the same state by the target's first layers, if these
-            are here.
+        early: index of a hidden state, and the function that computes this state by the target's
+            first layers, if these are loaded here.
     """
 
     target: RemoteTarget
@@ -223,17 +227,18 @@ class EngineProbe:
     early: tuple[int, EarlyState] | None = None
 
     def __call__(self, server: HiddenStatesClient) -> dict[str, float]:
-        """Ask a server.
+        """Ask a server questions with known answers.
 
         Returns:
-            `log_prob_difference` is the mean difference in nats between the server's
-            log-probabilities and those of its states after our final norm and output head.
-            `longest`, `again` and `at_once` are the largest distances between states of a text that
-            was read in a longer text, a second time, and beside others, as a share of their norm.
-            If the target's first layers are here, `early` is the same for one state and theirs.
+            `log_prob_difference`: mean difference in nats between the server's log-probabilities
+            and the log-probabilities that our final norm and output head compute from the server's
+            states. The others are largest distances between two readings of the same tokens, as a
+            fraction of the states' norm: `longest` with more text after the tokens, `again` a
+            second time, `at_once` beside other requests, `early` by the target's first layers here,
+            if these are loaded.
 
         Raises:
-            InputError: it runs another target, or sends other states.
+            InputError: the server runs another target, or sends other states.
         """
         short = self.token_ids[:NUM_TOKENS]
         states = server.request_states(short)
@@ -245,7 +250,7 @@ class EngineProbe:
                 f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
                 "adapter or a quantised copy; name those in target.path"
             )
-        found = self._compare_early_layers(server, short, states)
+        early = self._compare_early_layers(server, short, states)
         texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
         alone = [server.request_states(text) for text in texts]
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -261,7 +266,7 @@ class EngineProbe:
                     f"{server.endpoint}: the states of a text change when {WORDS[name]}: "
                     f"{share:.1%} apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
                 )
-        return {"log_prob_difference": nats, **found, **alike}
+        return {"log_prob_difference": nats, **early, **alike}
 
     def _compare_early_layers(
         self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
@@ -269,9 +274,9 @@ class EngineProbe:
         """Compare one state with the target's first layers: `early`, a share, if they are here."""
         if self.early is None:
             return {}
-        index, own = self.early
+        index, compute_state = self.early
         name = f"{LAYER_PREFIX}{index}"
-        share = compute_relative_distance(states, {name: own(token_ids)})
+        share = compute_relative_distance(states, {name: compute_state(token_ids)})
         if not share <= MOST_SHARE:
             raise InputError(
                 f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the first "
@@ -291,8 +296,8 @@ class EngineProbe:
             last = target.final_norm(self._to_target(states[f"{LAYER_PREFIX}{target.num_layers}"]))
         log_probs = target.compute_logits(self._to_target(last)[:-1]).float().log_softmax(-1)
         following = torch.tensor(token_ids[1:], device=target.device).unsqueeze(1)
-        told = torch.tensor(server.log_probs(token_ids), device=target.device)
-        return (log_probs.gather(1, following).squeeze(1) - told).abs().mean().item()
+        reported = torch.tensor(server.log_probs(token_ids), device=target.device)
+        return (log_probs.gather(1, following).squeeze(1) - reported).abs().mean().item()
 
     def _to_target(self, states: Tensor) -> Tensor:
         return states.to(self.target.device, self.target.dtype)
@@ -301,13 +306,13 @@ class EngineProbe:
 def compute_relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Compute the largest distance of a token's states [S, D], as a share of their mean norm.
 
-    Only compares the tokens of the shorter text.
+    Only the tokens of the shorter text are compared.
     """
-    apart = []
+    distances = []
     for name, states in expected.items():
         difference = (found[name][: len(states)].float() - states.float()).norm(dim=-1)
-        apart.append(difference.max() / states.float().norm(dim=-1).mean())
-    return torch.stack(apart).max().item()
+        distances.append(difference.max() / states.float().norm(dim=-1).mean())
+    return torch.stack(distances).max().item()
 
 
 def format_probe(figures: Mapping[str, float]) -> str:

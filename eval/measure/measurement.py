@@ -1,4 +1,4 @@
-"""Starts and ends every measurement: target, heads, prompts, and the results file."""
+"""Start and end of every measurement: processes, target, heads, prompts, and the results file."""
 
 import json
 import os
@@ -61,6 +61,7 @@ Item = TypeVar("Item")
 
 
 NUM_SPARE = 8
+"""First questions of dialogues that are not measured, for searches."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,14 @@ class Measurement:
     A context manager, as its end closes engines that run the target's layers.
 
     Attributes:
-        embeddings_and_output_head: complete target, or the parts that engines leave to us.
+        embeddings_and_output_head: the target; if engines run its layers, only its embeddings,
+            final norm, output head and tokenizer.
         heads: heads; the head of `head.path` is first, if given.
         prompts: this process's share, dialogue by dialogue within each turn.
         spare_prompts: first questions of dialogues that are not measured, for searches.
         engines: engines that run the target's layers.
         writer: server that writes the answers of earlier turns instead of the target.
-        held: closes the engines.
+        resources: stack that closes the engines at the end.
         sampling: how tokens are chosen.
         data: origin of the prompts, for the results file.
         is_main_process: whether this process prints and writes.
@@ -91,13 +93,13 @@ class Measurement:
     spare_prompts: list[Prompt] = field(default_factory=list)
     engines: HiddenStatesPool | None = None
     writer: AnswerWriter | None = None
-    held: ExitStack = field(default_factory=ExitStack)
+    resources: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.held.close()
+        self.resources.close()
 
     @property
     def answer_source(self) -> AnswerSource:
@@ -133,11 +135,11 @@ def open_measurement(
         run: settings of the command.
         result_name: name of the file to write.
         more_heads: paths besides `head.path`.
-        may_use_engines: whether engines may run the target's layers; without a head nothing runs
-            them.
-        writer: see `Bench`.
-        like: bench that differs in data and sampling only, whose target and heads are reused; it
-            closes its engines after the new bench.
+        may_use_engines: whether engines may run the target's layers; without a head, nothing runs
+            the layers.
+        writer: see `Measurement`.
+        like: measurement that differs in data and sampling only, whose target and heads are
+            reused; it closes its engines after the new measurement.
 
     Raises:
         InputError: before anything is written.
@@ -173,11 +175,11 @@ def open_measurement(
         identity = identify_target(run.target, target.tokenizer, target.dtype)
         for ref in refs:
             _print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
-    mine = [
+    own_prompts = [
         prompts[i]
         for i in select_process_prompts(prompts, state.process_index, state.num_processes)
     ]
-    if not mine:
+    if not own_prompts:
         raise InputError(
             f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "
             "processes of this launch; raise it, or start fewer processes"
@@ -194,25 +196,29 @@ def open_measurement(
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
     spare = _select_spare_prompts(run, records.records, target, encoder)
-    held, main = ExitStack(), state.is_main_process
+    resources, main = ExitStack(), state.is_main_process
     engines = like.engines if like else None
     if may_use_engines and run.target.engine and like is None:
-        engines = held.enter_context(_open_engines(run, target, heads, mine))
-    bench = Measurement(target, heads, mine, sampling, data, main, spare, engines, writer, held)
+        engines = resources.enter_context(_open_engines(run, target, heads, own_prompts))
+    measurement = Measurement(
+        target, heads, own_prompts, sampling, data, main, spare, engines, writer, resources
+    )
     with ExitStack() as if_it_fails:
-        if_it_fails.push(bench)
-        prompts = _later_turns(run, chosen, mine, bench, encoder)
+        if_it_fails.push(measurement)
+        prompts = _render_later_turns(run, chosen, own_prompts, measurement, encoder)
         data["num_prompts"] = len(gather_items(prompts))
         if_it_fails.pop_all()
-    return replace(bench, prompts=prompts)
+    return replace(measurement, prompts=prompts)
 
 
 def _open_target(
-    run: MeasureRun, heads: Sequence[MeasuredHead], served: bool
+    run: MeasureRun, heads: Sequence[MeasuredHead], may_use_engines: bool
 ) -> EmbeddingsAndOutputHead:
     """Open the target, or its parts if engines or nothing runs its layers; prepare heads."""
-    bare = served and (bool(run.target.engine) or not heads)
-    load: Callable[..., EmbeddingsAndOutputHead] = RemoteTarget.from_config if bare else load_target
+    without_layers = may_use_engines and (bool(run.target.engine) or not heads)
+    load: Callable[..., EmbeddingsAndOutputHead] = (
+        RemoteTarget.from_config if without_layers else load_target
+    )
     target = load(run.target, join_processes().device)
     apply_generation_config(target, stop=run.stop or (), plain=run.plain, ignore_eos=run.ignore_eos)
     for head in heads:
@@ -236,12 +242,12 @@ def _open_engines(
 
 
 def _iter_leak_warnings(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
-    """Make lines about drafts that were fitted to the same prompts."""
-    for data, words, fitted in (
+    """Yield lines about drafts that were fitted to the prompts of the measurement."""
+    for fitted_on, words, fitted in (
         (head.tree_data_sha256, "its draft tree was searched", "tree"),
         (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
     ):
-        if data and data == records.sha256:
+        if fitted_on and fitted_on == records.sha256:
             yield (
                 f"{head.path}: {words} on data.path itself, so the {fitted}'s figures are too "
                 "good; measure on other prompts"
@@ -254,7 +260,7 @@ def _select_spare_prompts(
     target: EmbeddingsAndOutputHead,
     encoder: RecordEncoder,
 ) -> list[Prompt]:
-    """Choose some prompts after the measured ones, if there are any."""
+    """Choose a few prompts of the data that are not measured, if there are any."""
     measured = run.data.num_prompts or len(records)
     spare: list[Prompt] = []
     for record in records[measured : measured + NUM_SPARE]:
@@ -267,14 +273,14 @@ def _select_spare_prompts(
     return spare
 
 
-def _later_turns(
+def _render_later_turns(
     run: MeasureRun,
     records: Sequence[Record],
     prompts: list[Prompt],
-    bench: Measurement,
+    measurement: Measurement,
     encoder: RecordEncoder,
 ) -> list[Prompt]:
-    """Make the prompts of all turns; all methods get the same answers in them.
+    """Render the prompts of all turns; all methods get the same answers in them.
 
     Raises:
         InputError: a prompt leaves no room and must not be skipped. If this does not depend on
@@ -287,18 +293,22 @@ def _later_turns(
         for prompt in least:
             with suppress(InputError):
                 following += render_next_turns(records, [prompt], [[]], encoder)
-        least, _ = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
+        least, _ = select_fitting_prompts(run, measurement.embeddings_and_output_head, following)
     turns, latest = list(prompts), prompts
     for turn in range(1, run.num_turns):
         going_on = [p for p in latest if len(select_user_messages(records[p.dialogue])) > turn]
         latest = []
         # The longest first, so that prompts without room fail early.
         going_on.sort(key=lambda p: -len(p.token_ids))
-        asked = [prompt.token_ids for prompt in going_on]
-        texts = (bench.writer or bench.answer_source).stream_answers(asked, run.max_new_tokens)
-        for number, ids in tqdm(texts, "the target answers", len(asked), unit="prompt"):
+        token_ids = [prompt.token_ids for prompt in going_on]
+        texts = (measurement.writer or measurement.answer_source).stream_answers(
+            token_ids, run.max_new_tokens
+        )
+        for number, ids in tqdm(texts, "the target answers", len(token_ids), unit="prompt"):
             following = render_next_turns(records, [going_on[number]], [ids], encoder)
-            fit, left_out = select_fitting_prompts(run, bench.embeddings_and_output_head, following)
+            fit, left_out = select_fitting_prompts(
+                run, measurement.embeddings_and_output_head, following
+            )
             _print_notes(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
@@ -309,7 +319,7 @@ def _later_turns(
 def select_fitting_prompts(
     run: MeasureRun, target: EmbeddingsAndOutputHead, prompts: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[str]]:
-    """Find the prompts that a target can answer, and the reasons against the others.
+    """Select the prompts that a target can answer; give reasons against the others.
 
     Raises:
         InputError: a prompt does not fit, and `data.on_bad_row` does not skip it.
@@ -332,13 +342,15 @@ def compute_prompt_seed(prompt: Prompt, seed: int) -> int:
     return seed * 1_000_003 + prompt.dialogue * 16 + prompt.turn
 
 
-def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: object) -> JsonlStore:
-    """Open the journal of a measurement, which an earlier start may have begun.
+def open_jsonl_store(
+    run: MeasureRun, name: str, measurement: Measurement, **more: object
+) -> JsonlStore:
+    """Open the store of a measurement's runs, which an earlier start may have begun.
 
     Args:
         run: settings of the command.
-        name: name of the result.
-        bench: bench of the measurement.
+        name: name of the results file.
+        measurement: the measurement.
         more: other JSON values that the rows depend on.
 
     Raises:
@@ -346,22 +358,24 @@ def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: obj
     """
     state = join_processes()
     settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
-    made = collect_provenance(settings, bench.embeddings_and_output_head.name, bench.data)
+    provenance = collect_provenance(
+        settings, measurement.embeddings_and_output_head.name, measurement.data
+    )
     manifest: dict[str, object] = flatten_settings(
         {
-            **{key: made[key] for key in ("config", "data", "versions", "git")},
+            **{key: provenance[key] for key in ("config", "data", "versions", "git")},
             "target": to_json(
                 identify_target(
                     run.target,
-                    bench.embeddings_and_output_head.tokenizer,
-                    bench.embeddings_and_output_head.dtype,
+                    measurement.embeddings_and_output_head.tokenizer,
+                    measurement.embeddings_and_output_head.dtype,
                 )
             ),
-            "heads": [compute_weight_checksums(head.path) for head in bench.heads],
-            "generation_config": bench.embeddings_and_output_head.logits_processing,
+            "heads": [compute_weight_checksums(head.path) for head in measurement.heads],
+            "generation_config": measurement.embeddings_and_output_head.logits_processing,
             "stop": [
-                *bench.embeddings_and_output_head.stop_ids,
-                *bench.embeddings_and_output_head.stop_strings,
+                *measurement.embeddings_and_output_head.stop_ids,
+                *measurement.embeddings_and_output_head.stop_strings,
             ],
             "device": get_device_name(),
             "torch_threads": torch.get_num_threads(),
@@ -369,17 +383,17 @@ def open_jsonl_store(run: MeasureRun, name: str, bench: Measurement, **more: obj
             **more,
         }
     )
-    folder = partial_folder(run, name) / str(state.process_index)
+    folder = get_partial_folder(run, name) / str(state.process_index)
     try:
         journal = JsonlStore(folder, manifest, "runs.jsonl")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
-    if bench.is_main_process:
+    if measurement.is_main_process:
         _print_notes(
-            f"{len(bench.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
+            f"{len(measurement.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
             f"writing results to {Path(run.out_dir) / name}"
         )
-    if journal.done_ids and bench.is_main_process:
+    if journal.done_ids and measurement.is_main_process:
         Console(stderr=True).print(
             f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
         )
@@ -392,12 +406,14 @@ def compute_weight_checksums(path: str) -> list[str | None]:
     return [compute_weights_checksum(file.parent, file.stem) for file in files]
 
 
-def partial_folder(run: MeasureRun, name: str) -> Path:
+def get_partial_folder(run: MeasureRun, name: str) -> Path:
     """Return the folder of a measurement's journals until its result is written."""
     return (Path(run.out_dir) / name).with_suffix(PARTIAL)
 
 
-def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Measurement) -> Path:
+def write_result(
+    run: MeasureRun, name: str, result: dict[str, Any], measurement: Measurement
+) -> Path:
     """Write `out_dir/name` completely or not at all, with the settings that produced it."""
     result = {
         **result,
@@ -405,12 +421,12 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
         "target_identity": to_json(
             identify_target(
                 run.target,
-                bench.embeddings_and_output_head.tokenizer,
-                bench.embeddings_and_output_head.dtype,
+                measurement.embeddings_and_output_head.tokenizer,
+                measurement.embeddings_and_output_head.dtype,
             )
         ),
-        "target_dtype": str(bench.embeddings_and_output_head.dtype).removeprefix("torch."),
-        **_how_run(bench),
+        "target_dtype": str(measurement.embeddings_and_output_head.dtype).removeprefix("torch."),
+        **_describe_target_layers(measurement),
         "device": get_device_name(),
         "torch_threads": torch.get_num_threads(),
         "max_new_tokens": run.max_new_tokens,
@@ -418,16 +434,16 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
         "top_p": run.top_p,
         "top_k": run.top_k,
         "min_p": run.min_p,
-        "stop": list(bench.embeddings_and_output_head.stop_strings),
+        "stop": list(measurement.embeddings_and_output_head.stop_strings),
         "ignore_eos": run.ignore_eos,
-        "generation_config": bench.embeddings_and_output_head.logits_processing,
+        "generation_config": measurement.embeddings_and_output_head.logits_processing,
         "num_turns": run.num_turns,
         "seed": run.seed,
-        "tree": bench.heads[0].describe_tree() if bench.heads else None,
+        "tree": measurement.heads[0].describe_tree() if measurement.heads else None,
         **collect_provenance(
             run,
-            bench.embeddings_and_output_head.name,
-            {**bench.data, "version": find_dataset_revision(bench.data["path"])},
+            measurement.embeddings_and_output_head.name,
+            {**measurement.data, "version": find_dataset_revision(measurement.data["path"])},
         ),
     }
     result["conditions"] = describe_conditions(result)
@@ -437,15 +453,15 @@ def write_result(run: MeasureRun, name: str, result: dict[str, Any], bench: Meas
         write_atomically(path, _join_number_lists(json.dumps(result, indent=2)) + "\n")
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
-    shutil.rmtree(partial_folder(run, name), ignore_errors=True)
+    shutil.rmtree(get_partial_folder(run, name), ignore_errors=True)
     return path
 
 
-def _how_run(bench: Measurement) -> dict[str, Any]:
+def _describe_target_layers(measurement: Measurement) -> dict[str, Any]:
     """Describe how the target's layers ran, as far as figures depend on it."""
-    target = bench.embeddings_and_output_head
+    target = measurement.embeddings_and_output_head
     if not isinstance(target, Target):
-        return {"engines": bench.engines.server_lines if bench.engines else []}
+        return {"engines": measurement.engines.server_lines if measurement.engines else []}
     return {
         "target_attention": target.attention_description,
         "target_state_bytes": target.state_bytes,
@@ -461,7 +477,7 @@ def join_processes() -> PartialState:
     """Join the processes of this launch; without a launch there is one.
 
     Raises:
-        InputError: they do not see each other.
+        InputError: the processes do not see each other.
     """
     cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     # A process that is done waits for the others, whose prompts may be much longer.

@@ -76,7 +76,7 @@ def render_next_turns(
     depend on the answers. To compare methods, give all of them the same answers.
 
     Args:
-        records: records given to `first_turns`.
+        records: records given to `render_first_turns`.
         prompts: all prompts of one turn, in any order.
         answers: the target's tokens after each prompt.
         encoder: encoder with the target's chat template.
@@ -106,15 +106,15 @@ def select_user_messages(record: Record) -> Messages:
 def _encode_turn(
     record: Record, dialogue: int, turn: int, messages: Messages, encoder: RecordEncoder
 ) -> Prompt:
-    where = f"{record.where}, turn {turn}"
+    location = f"{record.where}, turn {turn}"
     try:
         token_ids = encoder.encode_prompt(messages, record.tools, record.template_kwargs)
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+        raise InputError(f"{location}: {error}") from None
     tags = thinking_tags(encoder.build_template(record.template_kwargs, record.tools), record.tools)
     kwargs = encoder.template_kwargs | dict(record.template_kwargs)
     return Prompt(
-        record.category, token_ids, dialogue, turn, messages, tags, where, record.tools, kwargs
+        record.category, token_ids, dialogue, turn, messages, tags, location, record.tools, kwargs
     )
 
 

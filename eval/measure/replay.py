@@ -2,7 +2,7 @@
 
 Given the target's own greedy text, the acceptance of a draft token depends only on what the head
 has read of that text. So one pass per depth scores all positions, and the steps follow from the
-accepted lengths. They equal the steps of `eval.decode.engine.decode`. n: response tokens.
+accepted lengths. These steps equal the steps of `eval.decode.engine.decode`. n: response tokens.
 """
 
 from typing import Protocol
@@ -68,7 +68,7 @@ def rank_candidates(
         tree: static tree.
         output: the target's states of prompt and response without the last token.
         prompt_ids: the rendered prompt.
-        response_ids: [n].
+        response_ids: [n] tokens of the response.
     """
     first = len(prompt_ids) - 1
     candidates = head.compute_candidates(
@@ -170,9 +170,9 @@ def compare_first_choices(
 
 
 def build_steps(accepted: list[int], num_tokens: int) -> list[Step]:
-    """Make steps from accepted lengths per root; the first token comes from the prefill.
+    """Build steps from accepted lengths per root; the first token comes from the prefill.
 
-    Example: `verify_steps([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2,
+    Example: `build_steps([2, 0, 0, 1], 4)`: root 0 accepts tokens 1 and 2,
     3 is the bonus token.
     """
     steps, root = [], 0

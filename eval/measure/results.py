@@ -1,4 +1,6 @@
-"""Writes results in other tools' formats: vLLM's acceptance per request, and golden lengths.
+"""Conditions of a result in words, and its figures in formats of other tools.
+
+The formats are vLLM's acceptance per request, and files of golden lengths.
 
 Sources: vLLM 0.32 `entrypoints/generate/base/protocol.py`, `v1/metrics/stats.py`
 (`RequestSpecDecodeMetrics`), `config/speculative.py`; SGLang `speculative/spec_utils.py`;
@@ -24,9 +26,11 @@ SHORT = 8
 
 
 GOLDEN = "golden.yaml"
+"""Name of a file of golden lengths."""
 
 
 PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
+"""Words that YAML reads as text without quotes."""
 
 
 SIMULATED = (
@@ -35,15 +39,15 @@ SIMULATED = (
 
 
 def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
-    """Collect the conditions that figures of acceptance depend on, besides target and head.
+    """Describe the conditions that figures of acceptance depend on, besides target and head.
 
     Args:
         result: other contents of `acceptance.json` or `speedup.json`.
 
     Returns:
-        `draft_sample_method` and `rejection_sample_method` are vLLM's words. A `greedy` draft token
-        is the drafter's likeliest, a `probabilistic` one was sampled, and `standard` accepts it by
-        p/q, one token after the other.
+        Conditions by name. `draft_sample_method` and `rejection_sample_method` are vLLM's words: a
+        `greedy` draft token is the drafter's likeliest, a `probabilistic` draft token was sampled,
+        and `standard` accepts it by p/q, one token after the other.
     """
     temperature = result["temperature"]
     chains = "probabilistic in chains, greedy in trees and copies"
@@ -62,19 +66,19 @@ def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None
 
 def format_conditions(result: Mapping[str, Any]) -> str:
     """Format a result's conditions on one line; empty for old results."""
-    found = result.get("conditions")
-    if not found:
+    conditions = result.get("conditions")
+    if not conditions:
         return ""
-    template = str(found["chat_template"] or "none")[:SHORT]
-    length = found["draft_tokens"]
+    template = str(conditions["chat_template"] or "none")[:SHORT]
+    length = conditions["draft_tokens"]
     return "; ".join(
         [
-            f"{found['data']}, {found['turns']}",
-            str(found["sampling"]),
+            f"{conditions['data']}, {conditions['turns']}",
+            str(conditions["sampling"]),
             *([] if length is None else [f"chains of {length} draft tokens"]),
-            f"drafts {found['draft_sample_method']}",
-            f"rejection {found['rejection_sample_method']}",
-            f"at most {found['max_new_tokens']} new tokens",
+            f"drafts {conditions['draft_sample_method']}",
+            f"rejection {conditions['rejection_sample_method']}",
+            f"at most {conditions['max_new_tokens']} new tokens",
             f"chat template {template}",
         ]
     )
@@ -119,23 +123,23 @@ def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
         folder: folder of the result.
 
     Returns:
-        The files: `requests.jsonl`, and `golden.yaml` if a chain was measured. For `speedup.json`,
-            which may be in the same folder, `requests_speedup.jsonl` and a golden file per method
-            with chains.
+        The paths of the files: `requests.jsonl`, and `golden.yaml` if a chain was measured. For
+            `speedup.json`, which may be in the same folder, `requests_speedup.jsonl` and a golden
+            file per method with chains.
 
     Raises:
         InputError: they cannot be written.
     """
-    methods = figures_of(result)
+    methods = select_method_figures(result)
     lines = [
         json.dumps(row) for name, row in methods.items() for row in iter_request_metrics(name, row)
     ]
-    of_texts = "requests.jsonl" if "methods" not in result else "requests_speedup.jsonl"
-    files = {folder / of_texts: "".join(line + "\n" for line in lines)}
+    requests_file = "requests.jsonl" if "methods" not in result else "requests_speedup.jsonl"
+    files = {folder / requests_file: "".join(line + "\n" for line in lines)}
     for name, row in methods.items():
         if is_chain(name, row):
-            own = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
-            files[folder / own] = format_golden_lengths({row["draft_tokens"]: row}, result)
+            file_name = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
+            files[folder / file_name] = format_golden_lengths({row["draft_tokens"]: row}, result)
     try:
         for path, text in files.items():
             write_atomically(path, text)
@@ -144,7 +148,7 @@ def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
     return list(files)
 
 
-def figures_of(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def select_method_figures(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the figures of each drafting method, by name."""
     if "methods" not in result:
         return {"chain": result, "tree": select_tree_figures(dict(result))}
@@ -182,8 +186,8 @@ def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, 
     """Build vLLM's object for a text, which covers only passes with drafts.
 
     Args:
-        text: row of `PromptSteps.row`.
-        draft_tokens: most draft tokens per pass.
+        text: row of `PromptSteps.build_row`.
+        draft_tokens: largest number of draft tokens per pass.
     """
     sizes = text["drafted"] or [draft_tokens] * len(text["accepted"])
     steps = [pair for pair in zip(text["accepted"], sizes, strict=True) if pair[1]]

@@ -26,7 +26,7 @@ def stream_answers(
     Args:
         target: the frozen target.
         requests: prompts, in the order in which they start.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: largest number of tokens of an answer.
         batch_size: number of texts that run together.
         sampling: how the target chooses tokens.
 
@@ -44,13 +44,13 @@ def stream_answers(
 
 
 def generate_greedy_answers(
-    target: Target, prompts: Sequence[list[int]], max_new_tokens: int, shown: bool = True
+    target: Target, prompts: Sequence[list[int]], max_new_tokens: int, show_progress: bool = True
 ) -> list[list[int]]:
-    """Make greedy answers to prompts of token ids, with a progress bar if `shown`."""
+    """Make greedy answers to prompts of token ids, with a progress bar if `show_progress`."""
     texts: list[list[int]] = [[] for _ in prompts]
     ended = stream_answers(target, list(map(Request, prompts)), max_new_tokens, ANSWER_BATCH_SIZE)
     for number, ids in tqdm(
-        ended, "target's own text", len(prompts), disable=not shown, unit="prompt"
+        ended, "target's own text", len(prompts), disable=not show_progress, unit="prompt"
     ):
         texts[number] = ids
     return texts
@@ -93,7 +93,7 @@ class AnswerSource(AnswerWriter, Protocol):
 
 @dataclass(frozen=True)
 class LocalAnswerSource:
-    """Texts of a target in this process."""
+    """Writes and reads texts of a target in this process."""
 
     target: Target
     preferred_batch_size = ANSWER_BATCH_SIZE
@@ -110,7 +110,7 @@ class LocalAnswerSource:
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
         """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
-        texts = generate_greedy_answers(self.target, prompts, max_new_tokens, shown=False)
+        texts = generate_greedy_answers(self.target, prompts, max_new_tokens, show_progress=False)
         return [
             (ids, self.target.encode_response(prompt, ids, taps))
             for prompt, ids in zip(prompts, texts, strict=True)

@@ -47,7 +47,7 @@ class HeadShape:
     qk_norm: bool
     rope: Rope
 
-    def layer_tensors(
+    def list_layer_shapes(
         self,
         layer: str,
         norms: Collection[str],
@@ -182,13 +182,13 @@ class ServedLayers(ServedHead):
         super().__init__(export, golden, title)
         self.shape = shape
 
-    def vocabulary_line(self, own_head: bool) -> str:
+    def format_vocabulary_line(self, own_head: bool) -> str:
         """Describe the vocabulary on a line."""
         owner = "its own" if own_head else "the target's"
         sizes = f"{self.shape.draft_vocab_size} of {self.shape.vocab_size} ids"
         return f"vocabulary: drafts {sizes} with {owner} output head"
 
-    def target_ids(self) -> Tensor:
+    def compute_target_ids(self) -> Tensor:
         """Compute the target ids [W] of the output head's rows.
 
         Raises:

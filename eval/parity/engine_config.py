@@ -1,6 +1,8 @@
-"""Rotary position embeddings as serving engines read them from `config.json`.
+"""Keys of `config.json` and rotary position embeddings (RoPE) as serving engines read them.
 
-Sources: vLLM 0.32 `model_executor/layers/rotary_embedding`, transformers 5
+A value that an engine would guess is an error.
+
+Sources of RoPE: vLLM 0.32 `model_executor/layers/rotary_embedding`, transformers 5
 `modeling_rope_utils.py`. Letters: N rows, Q heads, d head size.
 """
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from conf.errors import InputError
 
 MISSING = object()
+"""Value of a missing key."""
 
 
 KINDS = ("default", "linear", "llama3", "yarn")
@@ -69,10 +72,10 @@ class EngineConfig:
         return value
 
     def get_section(self, key: str) -> "EngineConfig":
-        """Nested object; empty if missing or null.
+        """Return the object under a key, or an empty one if the key is missing or null.
 
-        InputError: the value is no object.
-            InputError: something else.
+        Raises:
+            InputError: the value is not an object.
         """
         value = self._values.get(key) or {}
         if not isinstance(value, dict):
@@ -80,25 +83,25 @@ class EngineConfig:
         return EngineConfig(value, self.file, self.engine, f"{self._prefix}{key}.")
 
     def check_allowed(self, key: str, *allowed: object) -> None:
-        """Check an optional key.
+        """Check the value of a key that may be missing.
 
-        InputError: the value is not allowed.
-            InputError: it has a value that is not allowed.
+        Raises:
+            InputError: the value is not one of `allowed`.
         """
         if key in self._values and self._values[key] not in allowed:
             raise self.make_error(key, " or ".join(map(repr, allowed)))
 
     def check_equal(self, key: str, expected: object, why: str, otherwise: str) -> None:
-        """Check a key that must have one value.
+        """Check that a key has one certain value.
 
         Args:
             key: name of the key.
-            expected: required value.
-            why: origin of the value.
+            expected: the required value.
+            why: where the required value comes from, for messages.
             otherwise: what the serving engine would do without the key.
 
-        InputError: the key is missing, or has another value.
-            InputError: absent or another value.
+        Raises:
+            InputError: the key is missing, or has another value.
         """
         if self.require_key(key, type(expected), otherwise) != expected:
             raise self.make_error(key, f"{expected!r}, {why}")
@@ -117,9 +120,9 @@ def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConf
     Raises:
         InputError: the key is missing, of another type, or has two values.
     """
-    having = [place for place in places if place.has_key(key)] or [places[0]]
-    first = having[0].require_key(key, kind, otherwise)
-    for place in having[1:]:
+    holders = [place for place in places if place.has_key(key)] or [places[0]]
+    first = holders[0].require_key(key, kind, otherwise)
+    for place in holders[1:]:
         if place.require_key(key, kind, otherwise) != first:
             raise place.make_error(key, f"{first!r}, as at the other place in the file")
     return first
@@ -222,7 +225,7 @@ def _normalise_spelling(spelling: EngineConfig, outer: dict[str, Any]) -> dict[s
 
 
 def _scale_llama3(plain: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Divide the frequencies of long waves by `factor`; those of short ones stay."""
+    """Divide the frequencies of long waves by `factor`; short waves keep their frequencies."""
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     turns = settings["original_max_position_embeddings"] / (2 * math.pi / plain)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
@@ -243,13 +246,13 @@ def _build_yarn_rope(powers: Tensor, settings: dict[str, Any]) -> Rope:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = (torch.arange(len(powers)).float() - low) / ((high - low) or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    frequencies = (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept
+    extrapolated = 1 - ramp.clamp(0, 1)
+    frequencies = (1.0 / (factor * powers)) * (1 - extrapolated) + (1.0 / powers) * extrapolated
     if settings.get("attention_factor") is not None:
         return Rope(frequencies, float(settings["attention_factor"]))
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    one, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    return Rope(frequencies, scale(one) / scale(all_dim) if one and all_dim else scale(1.0))
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    return Rope(frequencies, scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0))

@@ -142,7 +142,7 @@ def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
     """Read an export of one GGUF file, whose matrices have one dtype.
 
     Raises:
-        InputError: as in `read_export`.
+        InputError: as in `load_export`.
     """
     files = sorted(folder.glob(f"*{GGUF}"))
     if len(files) != 1:

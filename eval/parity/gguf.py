@@ -29,7 +29,7 @@ SCALARS = {
 }
 STRING, LIST = 8, 9
 # Type numbers that llama.cpp requires.
-ASKED = {int: 4, float: 6, bool: 7, str: STRING}
+REQUIRED_TYPES = {int: 4, float: 6, bool: 7, str: STRING}
 DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
 OFFSETS = 32
 
@@ -48,20 +48,20 @@ class Entry:
 
 
 class _Bytes:
-    """Bytes that are read in order."""
+    """Reader of bytes in their order."""
 
     def __init__(self, content: memoryview) -> None:
-        self.content, self.at = content, 0
+        self.content, self.offset = content, 0
 
     def unpack_values(self, letters: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{letters}", self.content, self.at)
-        self.at += struct.calcsize(f"<{letters}")
-        return found
+        values = struct.unpack_from(f"<{letters}", self.content, self.offset)
+        self.offset += struct.calcsize(f"<{letters}")
+        return values
 
     def unpack_string(self) -> str:
         (size,) = self.unpack_values("Q")
-        self.at += size
-        return bytes(self.content[self.at - size : self.at]).decode()
+        self.offset += size
+        return bytes(self.content[self.offset - size : self.offset]).decode()
 
     def unpack_list(self, number: int, count: int) -> list[Any]:
         if number == STRING:
@@ -73,14 +73,15 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
     """Read metadata, and tensors in torch's order of dimensions.
 
     Raises:
-        InputError: not a complete GGUF file of version 3, a quantised tensor, or NaN or infinity.
+        InputError: the file is no complete GGUF file of version 3, or has quantised tensors, NaN or
+            infinity.
     """
     try:
         content = bytearray(file.read_bytes())
         reader = _Bytes(memoryview(content))
         if bytes(content[:8]) != b"GGUF\3\0\0\0":
             raise ValueError(f"it begins with {bytes(content[:8])!r}")
-        reader.at = 8
+        reader.offset = 8
         num_tensors, num_entries = reader.unpack_values("QQ")
         entries = dict(_iter_entries(reader, num_entries))
         places = []
@@ -89,7 +90,7 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
             places.append(
                 (name, reader.unpack_values(f"{rank}Q")[::-1], *reader.unpack_values("IQ"))
             )
-        start = -(-reader.at // OFFSETS) * OFFSETS
+        start = -(-reader.offset // OFFSETS) * OFFSETS
         tensors = {}
         for name, shape, number, offset in places:
             if offset % OFFSETS:
@@ -139,16 +140,16 @@ class GgufMetadata:
         Args:
             key: name of the key; without `general` or `tokenizer`, of the architecture.
             kind: type of the value.
-            otherwise: llama.cpp's default.
+            otherwise: llama.cpp's default for a missing key.
 
         Raises:
-            InputError: another type.
+            InputError: the value is of another type.
         """
         entry = self._entries.get(self.expand_key(key))
         if entry is None:
             return otherwise
-        if entry.number != ASKED[kind] or isinstance(entry.value, list):
-            raise self.make_error(key, f"a value of type {kind.__name__} ({ASKED[kind]})")
+        if entry.number != REQUIRED_TYPES[kind] or isinstance(entry.value, list):
+            raise self.make_error(key, f"a value of type {kind.__name__} ({REQUIRED_TYPES[kind]})")
         return entry.value
 
     def require_key(self, key: str, kind: type, otherwise: str) -> Any:

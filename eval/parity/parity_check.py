@@ -66,7 +66,7 @@ class Reader(Protocol):
         """
 
 
-def readers_by_kind() -> dict[str, dict[str, Reader]]:
+def load_readers() -> dict[str, dict[str, Reader]]:
     """Load all modules in the folder of readers, by kind of head and format."""
     by_kind: dict[str, dict[str, Reader]] = {}
     for module in pkgutil.iter_modules(readers.__path__, f"{readers.__name__}."):
@@ -88,7 +88,7 @@ def check_parity(folder: Path, engine: str | None = None) -> ParityResult:
         InputError: the serving engine would refuse, ignore, guess or compute something differently;
             names the file and the tensor or key.
     """
-    by_kind = readers_by_kind()
+    by_kind = load_readers()
     golden = load_reference_logits(folder, sorted(by_kind))
     export = load_export(folder, engine, golden)
     reader = by_kind[export.kind].get(export.format)

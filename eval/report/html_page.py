@@ -1,4 +1,4 @@
-"""Writes a self-contained HTML page of a speed-up measurement: no script, no network.
+"""Self-contained HTML page of a speed-up measurement: no script, no network.
 
 A result may contain a model's output, so all of it is escaped, and the page's own policy forbids
 scripts and requests.
@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 from conf.command.run_record import flatten_settings
 from conf.files import write_atomically
 from eval.measure.acceptance_stats import format_interval
-from eval.report.plots import STEP_PARTS, step_ms
+from eval.report.plots import STEP_PARTS, compute_step_ms
 
 DEEPEST = 8
 """Last depth with its own color, as only copied text reaches deeper ones often."""
@@ -103,9 +103,9 @@ def _escape_breakable(name: str) -> Markup:
 
 
 def _build_view(result: dict[str, Any]) -> dict[str, Any]:
-    methods, equality = _equal_texts(result)
+    methods, equality = _count_equal_texts(result)
     target, baselines = result["target"], result["baselines"]
-    timed = {name: times for name, row in methods.items() if (times := step_ms(row))}
+    timed = {name: times for name, row in methods.items() if (times := compute_step_ms(row))}
     parts = [part for part in STEP_PARTS if any(part in times for times in timed.values())]
     passes = {n: {part: times.get(part, 0.0) for part in parts} for n, times in timed.items()}
     return {
@@ -125,7 +125,7 @@ def _build_view(result: dict[str, Any]) -> dict[str, Any]:
         "columns": [
             c for c in COLUMNS if any(row.get(c[1]) is not None for row in methods.values())
         ],
-        "speedup_axis": _interval_axis(list(methods.values()), "speedup", 6, 134),
+        "speedup_axis": _make_interval_axis(list(methods.values()), "speedup", 6, 134),
         "sizes": result.get("concurrency", {}),
         "categories": _build_category_panels(methods, baselines),
         "alpha": _place_alpha_lines(methods),
@@ -150,7 +150,9 @@ def _shorten_target(target: str) -> str:
     return Path(target).name if target.startswith(("/", "~", ".")) else target
 
 
-def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
+def _count_equal_texts(
+    result: dict[str, Any],
+) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
     """Add the number of equal texts to methods; count texts equal under all lossless methods."""
     lossless, methods = result["lossless"], result["methods"]
     if lossless is None:
@@ -166,7 +168,7 @@ def _equal_texts(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dic
     return counted, {"num_prompts": num_prompts, "num_equal": num_prompts - len(broken)}
 
 
-def _interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
+def _make_interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
     ends = [bound for row in rows for bound in row.get(f"{key}_ci95") or ()]
     return Axis.from_figures([1.0, *ends, *(row[key] for row in rows)], start, end)
 
@@ -187,8 +189,8 @@ def _build_category_panels(
         "panels": panels,
         "names": list(dict.fromkeys(name for panel in panels.values() for name in panel)),
         "axes": {
-            "speedup": _interval_axis(rows, "speedup", 104, 226),
-            "tau": _interval_axis(rows, "tau", 242, 364),
+            "speedup": _make_interval_axis(rows, "speedup", 104, 226),
+            "tau": _make_interval_axis(rows, "tau", 242, 364),
         },
     }
 

@@ -57,7 +57,7 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
         _draw_tau_row(left, place, row["tau"], row["ci95"], trees[name]["tau"], color)
         style: dict[str, Any] = {"color": GREY, "linewidth": 3} if is_whole else {"linewidth": 1}
         _draw_curve(right, place, names[place], row["alpha"], **style)
-    _tau_axis(left, names)
+    _label_tau_axis(left, names)
     left.axvline(1, color="black", linewidth=0.8)
     right.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))
     right.set_xticks(range(1, len(result["alpha"]) + 1))
@@ -79,7 +79,7 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
         speed.barh(place, row["tokens_per_s"], color=BLUE)
         speed.text(row["tokens_per_s"], place, f" {row['speedup']:.2f}x", va="center")
         end = 0.0
-        for part, ms in step_ms(row).items():
+        for part, ms in compute_step_ms(row).items():
             times.barh(place, ms, left=end, color=COLORS[part], label=part)
             end += ms
         if not end:
@@ -130,7 +130,7 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
     _save_figure(figure, path, format_conditions(result))
 
 
-def step_ms(row: dict[str, Any]) -> dict[str, float]:
+def compute_step_ms(row: dict[str, Any]) -> dict[str, float]:
     """Compute milliseconds of each part of a mean verify pass; in a batch one text's share.
 
     Args:
@@ -217,7 +217,7 @@ def plot_comparison(
         _draw_tau_row(left, place, result["tau"], result["tau_ci95"], tree_tau, BLUE)
         for axis, rates in ((middle, result["alpha"]), (right, result.get("agreement", []))):
             _draw_curve(axis, place, names[place], rates)
-    _tau_axis(left, names)
+    _label_tau_axis(left, names)
     left.set_xlim(left=1)
     middle.set(xlabel="depth", ylabel="alpha, acceptance per depth")
     right.set(xlabel="depth", ylabel="first choice agrees with the target")
@@ -290,7 +290,7 @@ def _draw_tau_row(
     panel.plot(tree_tau, place, "D", color=ORANGE)
 
 
-def _tau_axis(panel: Any, names: list[str]) -> None:
+def _label_tau_axis(panel: Any, names: list[str]) -> None:
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     panel.set_xlabel("tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)")

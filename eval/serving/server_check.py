@@ -2,7 +2,7 @@
 
 The target and the head read the server's own text: which token would the target have chosen, which
 would the head have drafted? After a near-tie that the server decides the other way, as happens in
-bfloat16, the rest of the text is still compared.
+bfloat16, the rest of the text is still compared. If texts or counts differ, the cause is named.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class DifferingToken:
 
     Attributes:
         prompt: index, from 0.
-        token: its place in the text, from 0.
+        token: place of the token in the text, from 0.
         ours: id that the target chooses.
         engine: id that the server chose.
         gap: logit of `ours` minus logit of `engine`, in nats.
@@ -79,7 +79,7 @@ class CheckedText:
 
 @torch.no_grad()
 def replay_server_text(
-    bench: Measurement,
+    measurement: Measurement,
     number: int,
     served: DraftCounts,
     beyond: list[int],
@@ -89,20 +89,20 @@ def replay_server_text(
     """Read a server's text with the target, and replay the head's chain along it.
 
     Args:
-        bench: with the head, its chain as deep as the server drafts.
-        number: of the prompt.
+        measurement: measurement with the head, whose chain is as deep as the server drafts.
+        number: number of the prompt.
         served: the server's text and counts.
         beyond: the server's tokens after the end of the text, one draft's length at least.
-        max_new_tokens: tokens that the text may have.
-        within: the server's drafts end with the text (see `DraftCounts.within`).
+        max_new_tokens: largest number of tokens of the text.
+        within: whether the server's drafts end with the text (see `DraftCounts.within`).
     """
     target, head, prompt = (
-        bench.embeddings_and_output_head,
-        bench.head,
-        bench.prompts[number].token_ids,
+        measurement.embeddings_and_output_head,
+        measurement.head,
+        measurement.prompts[number].token_ids,
     )
     text, whole = served.text, [*served.text, *beyond]
-    output = bench.answer_source.encode_response(prompt, whole, head.draft_head.taps)
+    output = measurement.answer_source.encode_response(prompt, whole, head.draft_head.taps)
     ranked = rank_candidates(head.draft_head, head.chain, output, prompt, whole)
     accepted, lengths, root = compute_accepted_lengths(head.chain, ranked, whole), list[int](), 0
     while root < len(text) - 1:
@@ -117,9 +117,9 @@ def replay_server_text(
     first = len(prompt) - 1
     states = output.hidden_states[0, first : first + len(text)]
     logits = target.compute_logits(states).float()
-    chosen = torch.tensor(text, device=logits.device)
+    server_ids = torch.tensor(text, device=logits.device)
     best, ids = logits.max(dim=-1)
-    gaps = (best - logits.gather(1, chosen[:, None])[:, 0]).tolist()
+    gaps = (best - logits.gather(1, server_ids[:, None])[:, 0]).tolist()
     near = NEAR_TIES.get(target.dtype, NEAR_TIES[torch.bfloat16])
     others, seen = list[DifferingToken](), {*prompt}
     for place, (ours, theirs, gap) in enumerate(zip(ids.tolist(), text, gaps, strict=True)):
@@ -159,7 +159,7 @@ def diagnose_differences(
         asked = prompts[first.prompt].token_ids
         again = server.request_answer(asked, max_new_tokens).text
         drawn = again != texts[first.prompt].served.text
-        return [_other_texts(server, others, num_tokens, target, drawn)]
+        return [_format_other_texts(server, others, num_tokens, target, drawn)]
     if lines := format_count_differences(texts, server.depth, tolerance):
         number = find_first_difference(texts)
         return [
@@ -171,7 +171,7 @@ def diagnose_differences(
     return []
 
 
-def _other_texts(
+def _format_other_texts(
     server: ServingEngine, others: list[DifferingToken], num_tokens: int, target: str, drawn: bool
 ) -> str:
     first = others[0]
@@ -275,7 +275,9 @@ def summarise_counts(
         "acceptance_length": {
             count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
         },
-        "per_draft_ci95": bootstrap_interval(list(dialogues.values()), _per_draft, seed),
+        "per_draft_ci95": bootstrap_interval(
+            list(dialogues.values()), _compute_acceptance_length, seed
+        ),
         "per_position": [count / max(1, total.drafts) for count in total.accepted],
         "num_drafts": total.drafts,
         "num_drafted": total.proposed,
@@ -285,7 +287,7 @@ def summarise_counts(
     }
 
 
-def _per_draft(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
+def _compute_acceptance_length(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
     """Compute 1 + accepted / drafts over dialogues that were drawn."""
     drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
     accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)

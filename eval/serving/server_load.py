@@ -1,4 +1,4 @@
-"""Measures servers under load: throughput, waits and drafts by requests in flight."""
+"""Servers under load: throughput, waits and drafts by requests in flight."""
 
 import random
 import secrets
@@ -20,7 +20,7 @@ from data.servers.serving_engines import (
     StreamedText,
     TextRequest,
 )
-from eval.measure.acceptance_stats import Interval, bootstrap_interval, percentiles_ms
+from eval.measure.acceptance_stats import Interval, bootstrap_interval, compute_percentiles_ms
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import Prompt
 
@@ -28,7 +28,7 @@ WITH, WITHOUT = "with drafts", "without"
 IDS_PER_SIZE = 1 << 20
 """Ids of passes that the journal reserves for each number of requests in flight."""
 PassesByServer = dict[str, list[LoadMeasurement]]
-"""By server, one per repeat; texts in the order of the prompts."""
+"""Passes of each server, one per repeat; their texts are in the order of the prompts."""
 
 
 def measure_passes(
@@ -44,32 +44,34 @@ def measure_passes(
     share the server's cache of prompt beginnings. No pass profits from an earlier one.
 
     Args:
-        servers: by name.
-        prompts: of all turns.
-        config: the settings.
-        size: requests in flight.
-        journal: keeps finished passes, which a second start does not repeat.
+        servers: servers by name.
+        prompts: prompts of all turns.
+        config: settings of the command.
+        size: number of requests in flight.
+        journal: store of finished passes, which a second start does not repeat.
     """
-    kept = {row["id"]: _parse_pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
-    found: PassesByServer = {name: [] for name in servers}
+    finished = {row["id"]: _parse_pass(row["pass"]) for row in journal.load_rows() if "pass" in row}
+    passes: PassesByServer = {name: [] for name in servers}
     warm = False
     for repeat in range(config.num_repeats):
         rng = random.Random(f"{config.seed} {size} {repeat}")
         order = rng.sample(range(len(prompts)), len(prompts))
         names = rng.sample(sorted(servers), len(servers))
         ids = {name: size * IDS_PER_SIZE + 2 * repeat + (name == WITHOUT) for name in servers}
-        if not warm and any(number not in kept for number in ids.values()):
+        if not warm and any(number not in finished for number in ids.values()):
             for name in names:
                 for _ in range(config.num_warmups):
                     _measure_pass(servers[name], prompts, order[:size], config, size)
             warm = True
         for name in names:
-            if ids[name] not in kept:
+            if ids[name] not in finished:
                 words = f"{name}, {size} in flight, {repeat + 1} of {config.num_repeats}"
-                kept[ids[name]] = _measure_pass(servers[name], prompts, order, config, size, words)
-                journal.append([{"id": ids[name], "pass": asdict(kept[ids[name]])}])
-            found[name].append(kept[ids[name]])
-    return found
+                finished[ids[name]] = _measure_pass(
+                    servers[name], prompts, order, config, size, words
+                )
+                journal.append([{"id": ids[name], "pass": asdict(finished[ids[name]])}])
+            passes[name].append(finished[ids[name]])
+    return passes
 
 
 def _measure_pass(
@@ -81,7 +83,7 @@ def _measure_pass(
     words: str | None = None,
 ) -> LoadMeasurement:
     """Run one pass; its texts come in the order of the prompts, not of the requests."""
-    nonce, asked = secrets.token_hex(8), sampling_of(config)
+    nonce, asked = secrets.token_hex(8), build_sampling_fields(config)
     jobs = []
     for number in order:
         prompt = prompts[number]
@@ -94,17 +96,19 @@ def _measure_pass(
         jobs.append((prompt.token_ids, TextRequest(config.max_new_tokens, drawn, salt=salt)))
     with tqdm(total=len(jobs), desc=words, unit="text", disable=words is None) as bar:
         done = server.stream_texts(jobs, size, bar.update)
-    placed = dict(zip(order, done.texts, strict=True))
-    return LoadMeasurement([placed[number] for number in sorted(placed)], done.seconds, done.counts)
+    by_prompt = dict(zip(order, done.texts, strict=True))
+    return LoadMeasurement(
+        [by_prompt[number] for number in sorted(by_prompt)], done.seconds, done.counts
+    )
 
 
-def sampling_of(config: ServeRun) -> dict[str, float | int]:
+def build_sampling_fields(config: ServeRun) -> dict[str, float | int]:
     """Return the sampling fields of a request."""
     if not config.temperature:
         return {"temperature": 0}
-    told: dict[str, float | int] = {"temperature": config.temperature, "top_p": config.top_p}
-    told |= {} if config.top_k is None else {"top_k": config.top_k}
-    return told | ({"min_p": config.min_p} if config.min_p else {})
+    fields: dict[str, float | int] = {"temperature": config.temperature, "top_p": config.top_p}
+    fields |= {} if config.top_k is None else {"top_k": config.top_k}
+    return fields | ({"min_p": config.min_p} if config.min_p else {})
 
 
 def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
@@ -127,20 +131,22 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
             else (1.0 if name == WITHOUT else None, None)
         )
         rows[name] = {
-            "tokens_per_s": statistics.median(_num_tokens(each) / each.seconds for each in repeats),
+            "tokens_per_s": statistics.median(
+                _count_tokens(each) / each.seconds for each in repeats
+            ),
             "speedup": speedup,
             "speedup_ci95": bounds,
-            "first_token_ms": percentiles_ms(
+            "first_token_ms": compute_percentiles_ms(
                 [[text.arrivals_s[0] for text in each.texts] for each in repeats]
             ),
-            "between_tokens_ms": percentiles_ms(
+            "between_tokens_ms": compute_percentiles_ms(
                 [[gap for text in each.texts for gap in _compute_gaps(text)] for each in repeats]
             ),
-            "request_ms": percentiles_ms(
+            "request_ms": compute_percentiles_ms(
                 [[text.arrivals_s[-1] for text in each.texts] for each in repeats]
             ),
-            "num_tokens": [_num_tokens(each) for each in repeats],
-            "per_draft": _per_draft([each.counts for each in repeats]),
+            "num_tokens": [_count_tokens(each) for each in repeats],
+            "per_draft": _compute_acceptance_length([each.counts for each in repeats]),
             "num_drafts": [each.counts.drafts for each in repeats],
             "num_accepted": [sum(each.counts.accepted) for each in repeats],
         }
@@ -151,11 +157,11 @@ def _compute_gaps(text: StreamedText) -> list[float]:
     return [after - before for before, after in pairwise(text.arrivals_s)]
 
 
-def _num_tokens(each: LoadMeasurement) -> int:
+def _count_tokens(each: LoadMeasurement) -> int:
     return sum(text.num_tokens for text in each.texts)
 
 
-def _per_draft(counts: Sequence[DraftCounts]) -> float | None:
+def _compute_acceptance_length(counts: Sequence[DraftCounts]) -> float | None:
     """Compute 1 + accepted / drafts over all repeats; None without drafts."""
     drafts = sum(each.drafts for each in counts)
     return 1 + sum(sum(each.accepted) for each in counts) / drafts if drafts else None

@@ -92,16 +92,16 @@ class Advice:
         )
 
 
-def estimate_advice(bench: Measurement, config: TreeSearchRun, context: list[int]) -> Advice:
+def estimate_advice(measurement: Measurement, config: TreeSearchRun, context: list[int]) -> Advice:
     """Predict the best chain at each batch size, from acceptance and measured costs of passes.
 
     Args:
-        bench: measurement with one head.
+        measurement: measurement with one head.
         config: settings of the command.
         context: tokens of each text while times are measured.
     """
-    head, target = bench.head, bench.target
-    taus = chain_taus(target, head, bench.prompts, config.max_new_tokens)
+    head, target = measurement.head, measurement.target
+    taus = compute_chain_taus(target, head, measurement.prompts, config.max_new_tokens)
     points = []
     for size in config.batch_sizes:
         drafters = {
@@ -112,7 +112,7 @@ def estimate_advice(bench: Measurement, config: TreeSearchRun, context: list[int
     return Advice(points)
 
 
-def chain_taus(
+def compute_chain_taus(
     target: Target, head: MeasuredHead, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[float]:
     """Compute tokens per verify pass of chains by length, from 1, by one replay of the longest."""
@@ -151,16 +151,16 @@ def make_chain_drafter(head: MeasuredHead, length: int, num_texts: int) -> Draft
     )
 
 
-def measure_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) -> Advice:
+def measure_advice(advice: Advice, measurement: Measurement, config: TreeSearchRun) -> Advice:
     """Measure the best chain at the smallest, the middle and the largest batch size.
 
     Args:
         advice: predictions.
-        bench: measurement with one head, on other prompts than the predictions.
+        measurement: measurement with one head, on other prompts than the predictions.
         config: settings of the command.
     """
     places = {0, len(advice.points) // 2, len(advice.points) - 1}
-    prompts = [prompt.token_ids for prompt in bench.prompts]
+    prompts = [prompt.token_ids for prompt in measurement.prompts]
     points = []
     for place, point in enumerate(advice.points):
         size, length = point.batch_size, point.fastest_length
@@ -168,23 +168,28 @@ def measure_advice(advice: Advice, bench: Measurement, config: TreeSearchRun) ->
         if place in places and len(prompts) >= size:
             ends = range(size, len(prompts) + 1, size)
             batches = [prompts[end - size : end] for end in ends]
-            speedup = _measure_speedup(bench, config, batches, length)
+            speedup = _measure_speedup(measurement, config, batches, length)
             measured = {} if speedup is None else {length: speedup}
         points.append(replace(point, measured=measured))
     return Advice(points)
 
 
 def _measure_speedup(
-    bench: Measurement, config: TreeSearchRun, batches: list[list[list[int]]], length: int
+    measurement: Measurement, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
     """Measure the median speed-up of interleaved repeats; None if no batch outlived its prompts."""
     ratios = []
     for _ in range(config.num_repeats + 1):
         speeds = []
-        for make in (NoDraft, partial(make_chain_drafter, bench.head, length, len(batches[0]))):
+        for make in (
+            NoDraft,
+            partial(make_chain_drafter, measurement.head, length, len(batches[0])),
+        ):
             num_tokens, seconds = 0, 0.0
             for batch in batches:
-                done, took = measure_full_batch(bench.target, make(), batch, config.max_new_tokens)
+                done, took = measure_full_batch(
+                    measurement.target, make(), batch, config.max_new_tokens
+                )
                 num_tokens, seconds = num_tokens + done, seconds + took
             speeds.append(num_tokens / seconds if seconds else 0.0)
         plain, drafted = speeds

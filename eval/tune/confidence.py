@@ -82,32 +82,32 @@ def sigmoid(logits: Floats) -> Floats:
     return 0.5 * (1 + np.tanh(0.5 * logits))
 
 
-def _sum_bins(chances: Floats, kept: NDArray[np.bool_]) -> tuple[Floats, ...]:
+def _sum_bins(chances: Floats, accepted: NDArray[np.bool_]) -> tuple[Floats, ...]:
     """Sum number, chances and accepted ones per bin."""
     places = np.minimum((chances * NUM_BINS).astype(int), NUM_BINS - 1)
-    weights = (np.ones_like(chances), chances, kept.astype(float))
+    weights = (np.ones_like(chances), chances, accepted.astype(float))
     return tuple(np.bincount(places, weight, NUM_BINS).astype(float) for weight in weights)
 
 
 def build_reliability_bins(
-    chances: Floats, kept: NDArray[np.bool_]
+    chances: Floats, accepted: NDArray[np.bool_]
 ) -> list[tuple[float, float, int]]:
     """List mean chance, share accepted and number of each non-empty bin.
 
     Args:
         chances: [n].
-        kept: [n].
+        accepted: [n].
     """
-    rows = zip(*_sum_bins(chances, kept), strict=True)
+    rows = zip(*_sum_bins(chances, accepted), strict=True)
     return [(float(c / n), float(k / n), int(n)) for n, c, k in rows if n]
 
 
-def compute_ece(chances: Floats, kept: NDArray[np.bool_]) -> float:
+def compute_ece(chances: Floats, accepted: NDArray[np.bool_]) -> float:
     """Compute the expected calibration error: the mean distance of chance and share over bins.
 
     Bins weigh by their numbers.
     """
-    _, chance, share = _sum_bins(chances, kept)
+    _, chance, share = _sum_bins(chances, accepted)
     return float(np.abs(chance - share).sum()) / max(1, len(chances))
 
 
@@ -116,10 +116,10 @@ def fit_calibration(steps: ChainSteps, offsets: Sequence[float] = OFFSETS) -> Ca
     fitted: list[tuple[float, float]] = []
     path = np.ones(len(steps.logits))
     for depth, logits in enumerate(steps.logits.T, start=1):
-        tested, kept = steps.mask_accepted(depth)
+        tested, accepted = steps.mask_accepted(depth)
         tried = list(product(TEMPERATURES, offsets))
         errors = [
-            compute_ece(path[tested] * sigmoid(logits[tested] / t + o), kept) for t, o in tried
+            compute_ece(path[tested] * sigmoid(logits[tested] / t + o), accepted) for t, o in tried
         ]
         fitted.append(tried[int(np.argmin(errors))])
         path = path * sigmoid(logits / fitted[-1][0] + fitted[-1][1])
@@ -130,8 +130,8 @@ def by_depth(steps: ChainSteps, calibration: Calibration) -> list[tuple[Floats, 
     """List per depth the chance in every step that tested it, and whether it was accepted."""
     chances, rows = steps.compute_path_probabilities(calibration), []
     for depth in range(1, chances.shape[1] + 1):
-        tested, kept = steps.mask_accepted(depth)
-        rows.append((chances[tested, depth - 1], kept))
+        tested, accepted = steps.mask_accepted(depth)
+        rows.append((chances[tested, depth - 1], accepted))
     return rows
 
 

@@ -46,13 +46,13 @@ class PassCosts:
     bare: float
     verify: tuple[float, ...]
 
-    def draft(self, share: float) -> float:
+    def estimate_draft_seconds(self, share: float) -> float:
         """Estimate the seconds of one token through a share of the layers."""
         return self.bare + share * (self.verify[0] - self.bare)
 
     def estimate_speedup(self, tokens_per_step: float, num_tokens: int, share: float) -> float:
         """Estimate the speed-up of chains of K tokens drafted by a share of the layers."""
-        step = num_tokens * self.draft(share) + self.verify[num_tokens]
+        step = num_tokens * self.estimate_draft_seconds(share) + self.verify[num_tokens]
         return tokens_per_step * self.verify[0] / step
 
 
@@ -158,7 +158,7 @@ class _Replays:
     ) -> None:
         self.target, self.costs, self.bar = target, costs, bar
         pairs = list(zip(texts, prompt_lengths, strict=True))
-        self.own = [ReplayText(target, text, first) for text, first in pairs]
+        self.replay_texts = [ReplayText(target, text, first) for text, first in pairs]
         self.responses = [text[first:] for text, first in pairs]
 
     def estimate_choice(self, skip: tuple[int, ...]) -> SkipChoice:
@@ -179,7 +179,10 @@ class _Replays:
         """Count the draft tokens that a pass would accept at each root: [text][n]."""
         self.bar.update()
         tree = Tree.make_chain(depth)
-        drafts = [own.draft_all_places(skip, depth).transpose(0, 1).tolist() for own in self.own]
+        drafts = [
+            text.draft_all_places(skip, depth).transpose(0, 1).tolist()
+            for text in self.replay_texts
+        ]
         return [
             compute_accepted_lengths(tree, *pair)
             for pair in zip(drafts, self.responses, strict=True)
@@ -192,8 +195,8 @@ class _Replays:
         share = 1 - len(skip) / self.target.num_layers
         choices = []
         for length in range(1, MAX_DRAFT_TOKENS + 1):
-            kept = [[min(number, length) for number in row] for row in accepted]
-            per_step = tau([PromptSteps("", build_steps(row, len(row))) for row in kept])
+            cut = [[min(number, length) for number in row] for row in accepted]
+            per_step = tau([PromptSteps("", build_steps(row, len(row))) for row in cut])
             speedup = self.costs.estimate_speedup(per_step, length, share)
             choices.append(SkipChoice(skip, length, agreement, per_step, speedup))
         return max(choices, key=lambda choice: choice.speedup)

@@ -1,4 +1,4 @@
-"""Seconds of verify passes over n tokens, and of drafts, on this machine."""
+"""Seconds that verify passes over n tokens, and drafts, take on this machine."""
 
 import json
 import statistics
@@ -168,7 +168,9 @@ def measure_step_costs(
     # between drafters and belongs to them.
     seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]
     curve = CostCurve(get_device_name(), [1, *sizes], seconds, batch_size, len(context))
-    return curve, {key: statistics.mean(map(min, of.values())) for key, of in drafts.items()}
+    return curve, {
+        key: statistics.mean(map(min, by_size.values())) for key, by_size in drafts.items()
+    }
 
 
 def build_typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[int]:

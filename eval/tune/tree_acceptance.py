@@ -37,8 +37,8 @@ class StaticTreeReplay:
     """The target's own texts, with candidates of a head whose drafts depend only on the text.
 
     Attributes:
-        responses: [n] tokens per text.
-        ranked: per text, [n][depth][width] candidates, see `eval.measure.replay.ranked_drafts`.
+        responses: [n] tokens of each text.
+        ranked: per text, [n][depth][width] candidates, see `eval.measure.replay.rank_candidates`.
     """
 
     responses: list[list[int]]
@@ -54,8 +54,8 @@ class StaticTreeReplay:
         tree: Tree,
     ) -> "StaticTreeReplay":
         """Answer prompts with the target, and rank candidates for a tree along the answers."""
-        asked = [prompt.token_ids for prompt in prompts]
-        responses, ranked = generate_greedy_answers(target, asked, max_new_tokens), []
+        token_ids = [prompt.token_ids for prompt in prompts]
+        responses, ranked = generate_greedy_answers(target, token_ids, max_new_tokens), []
         for prompt, response in zip(prompts, responses, strict=True):
             output = target.encode_response(prompt.token_ids, response, head.taps)
             ranked.append(rank_candidates(head, tree, output, prompt.token_ids, response))
@@ -107,8 +107,9 @@ class DrawnTree:
     Whatever its limits, a dynamic tree keeps the likeliest nodes up to its depth.
 
     Attributes:
-        ahead: [depth limit - 1][node of the text's path] number of nodes within the depth limit
-            that are kept before it.
+        ahead: for each depth limit d (at index d - 1) and each node of the text's path down to
+            depth d, the number of nodes of depth d or less that the head ranks before this node. A
+            tree of `num_tokens` draft tokens holds the node if that number is below `num_tokens`.
     """
 
     ahead: list[list[int]]
@@ -168,9 +169,9 @@ class TreeRecorder:
             drafter.select_rows(rows)
 
     def insert_row(self, row: int, other: "TreeRecorder") -> None:
-        """Let all drafters take a row of the others."""
-        for mine, theirs in zip(self.drafters, other.drafters, strict=True):
-            mine.insert_row(row, theirs)
+        """Let each drafter take a row of its counterpart."""
+        for drafter, counterpart in zip(self.drafters, other.drafters, strict=True):
+            drafter.insert_row(row, counterpart)
 
 
 @dataclass(frozen=True)

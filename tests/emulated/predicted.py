@@ -30,7 +30,7 @@ from eval.decode.drafters.lookup import (
     PromptLookup,
     Recycling,
     SuccessorTable,
-    recycling_tree,
+    build_recycling_tree,
 )
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
@@ -143,7 +143,7 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
             "prompt_lookup": lambda _: PromptLookup(depth),
             "ngram": lambda _: NgramModel(depth),
             "suffix": lambda _: SuffixDrafter(SuffixTree(8)),
-            "recycling": lambda _: Recycling(SuccessorTable(), recycling_tree(60)),
+            "recycling": lambda _: Recycling(SuccessorTable(), build_recycling_tree(60)),
             "lookahead": lambda _: Lookahead(),
             "early_exit": lambda seeds: SelfDraft(target, behind, depth, seeds=seeds),
             "skip_layers": lambda seeds: SelfDraft(target, other, depth, seeds=seeds),

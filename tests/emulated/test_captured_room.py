@@ -45,9 +45,9 @@ def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -
         texts = [decode_many(target, lambda _: Growing(), each, NUM_TOKENS, 1) for each in requests]
     way = GraphDecoder(random_target("cuda"), lambda _: Growing(), NUM_TOKENS)
     assert told(in_turn(way)) == told([text for [text] in texts])
-    assert way.kept is not None
-    assert way.kept.capacity == captured.compute_num_slots(LENGTHS[0] + NUM_TOKENS, 13)
-    assert way.kept.graphs.captured
+    assert way.last_captured is not None
+    assert way.last_captured.capacity == captured.compute_num_slots(LENGTHS[0] + NUM_TOKENS, 13)
+    assert way.last_captured.graphs.captured
 
 
 def test_drawn_chains_of_one_size_share_a_graph() -> None:

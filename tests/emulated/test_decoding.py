@@ -19,7 +19,7 @@ from eval.decode.drafters.lookup import (
     PromptLookup,
     Recycling,
     SuccessorTable,
-    recycling_tree,
+    build_recycling_tree,
 )
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
@@ -165,7 +165,7 @@ KINDS = {
     "prompt_lookup": Kind(lambda *_: PromptLookup(4), 1),
     "ngram": Kind(lambda *_: NgramModel(4), 1),
     "suffix": Kind(lambda *_: SuffixDrafter(SuffixTree(8)), 1),
-    "recycling": Kind(lambda *_: Recycling(SuccessorTable(), recycling_tree(6)), 0),
+    "recycling": Kind(lambda *_: Recycling(SuccessorTable(), build_recycling_tree(6)), 0),
     # The target's answers below the window come down too.
     "lookahead": Kind(lambda *_: Lookahead(3, 3, 3), 1, 2),
     "early_exit": Kind(self_draft((1,)), 0),

@@ -15,7 +15,7 @@ from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, NoDraft, Step, decode
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
-from eval.report.plots import step_ms
+from eval.report.plots import compute_step_ms
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 
@@ -184,7 +184,7 @@ def test_a_captured_step_is_a_part_of_its_own() -> None:
     assert row["breakdown"] == approx(parts)
     assert row["captured"] is True
     assert row["captures"] == {"num": 2, "seconds": 1.0}
-    assert step_ms({**row, "num_steps": 2})["step"] == approx(2250)
+    assert compute_step_ms({**row, "num_steps": 2})["step"] == approx(2250)
 
 
 def test_every_pass_of_every_prompt_is_in_the_result() -> None:

@@ -1,8 +1,9 @@
 """Drafting with a model of another tokenizer: both exchange text.
 
 The text so far is read in the draft model's tokens, and its draft is written in the target's. Each
-step translates only the end of a text; at the start of that window two translations are overlaid,
-so that its arbitrary first tokens do not count.
+step translates only a window of last tokens. When the window moves, the translations of the old and
+of the new window are aligned at their common end. The first tokens of the new window begin in the
+middle of a text and may be split differently, so they are not used.
 
 Source: universal assisted generation, transformers `generation/candidate_generator.py`,
 `AssistedCandidateGeneratorDifferentTokenizers`, whose look-behind windows are joined by the
@@ -24,7 +25,7 @@ MAX_CHARACTER_BYTES = 4
 
 
 class Translator:
-    """Text and ids of two tokenizers.
+    """Translates between the ids of two tokenizers, by text.
 
     Special tokens are equal if they are written equally. The draft model does not see special
     tokens of the target that it lacks, and its draft ends at special tokens that the target lacks.
@@ -52,7 +53,14 @@ class Translator:
     ) -> list[int]:
         """Translate drafted tokens to the target's ids.
 
-        Empty if the text cannot continue this way without changing existing ids.
+        Args:
+            target_ids: text so far, in the target's ids.
+            read: text so far as the draft model read it.
+            drafted: tokens that the draft model drafted after `read`.
+
+        Returns:
+            Ids of the target after `target_ids`; empty if the text cannot continue with the draft
+            without changing existing ids.
         """
         for place, token in enumerate(drafted):
             if token in self.ends:
@@ -64,9 +72,9 @@ class Translator:
             return []
         whole, cut = self._split_incomplete_character(target_ids)
         text = _decode_ids(self.target, whole)
-        there = _encode_text(self.target, text) + cut
+        existing = _encode_text(self.target, text) + cut
         ids = _encode_text(self.target, text + after[len(before) :])
-        return ids[len(there) :] if ids[: len(there)] == there else []
+        return ids[len(existing) :] if ids[: len(existing)] == existing else []
 
     def _split_incomplete_character(self, target_ids: list[int]) -> tuple[list[int], list[int]]:
         """Split ids into those of whole characters and those of an incomplete last one."""
@@ -88,7 +96,9 @@ class Translation:
         self.translator, self.window = translator, window
         self.done: list[int] = []  # ids of the draft model that later text cannot change
         self.tail: list[int] = []  # target ids of the window
-        self.overlap = 0  # ids of the window's translation that stand in `done`
+        self.overlap = (
+            0  # number of first ids in the window's translation that `done` already holds
+        )
 
     def append_tokens(self, target_ids: list[int]) -> None:
         """Append tokens to the text."""

@@ -26,7 +26,7 @@ from heads.target_model.model import FeatureLayers, Target, prefill_last_states
 
 @dataclass(frozen=True)
 class DraftLength:
-    """When a chain ends before its full depth.
+    """Rule that ends a chain before its full depth.
 
     Attributes:
         start: draft tokens of a text's first draft. The next draft has 2 more if all were accepted,
@@ -87,7 +87,7 @@ class DraftModel:
         self.tokens, self.depth = torch.empty(0, dtype=torch.int64), 0
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Keep accepted tokens in the cache."""
+        """Keep the accepted draft tokens in the cache."""
         if self.cache is None:
             self.cache = self.model.new_cache(len(seen.token_ids))
             self.unread = seen.token_ids
@@ -106,12 +106,12 @@ class DraftModel:
         numbers = self.numbers[seen.nodes[:, 1:]]
         counts = ((numbers >= 0) & (numbers < len(read))).sum(1)
         self.cache.commit(paths, KeptNodes(numbers.clamp_min(0), counts))
-        kept = [tokens[1:] for tokens in seen.token_ids]
-        self.unread = [tokens[len(path) :] for tokens, path in zip(kept, paths, strict=True)]
+        accepted = [tokens[1:] for tokens in seen.token_ids]
+        self.unread = [tokens[len(path) :] for tokens, path in zip(accepted, paths, strict=True)]
         if self.length.start is not None:
             self.limits = [
                 min(limit + 2, self.tree.depth) if len(tokens) == drafted else max(limit - 1, 1)
-                for limit, tokens, drafted in zip(self.limits, kept, self.drafted, strict=True)
+                for limit, tokens, drafted in zip(self.limits, accepted, self.drafted, strict=True)
             ]
 
     def propose(self, roots: Roots) -> Draft:
@@ -136,7 +136,7 @@ class DraftModel:
             tokens = self._choose_children(match_vocab_size(logits, self.vocab_size), level, probs)
             self.tokens = torch.cat([self.tokens, tokens], dim=1)
             self.depth += 1
-        q = _by_node(self.levels, probs) if probs else None
+        q = _order_by_node(self.levels, probs) if probs else None
         if min(self.drafted) == self.tree.depth:
             return Draft.from_tree(self.tree, self.tokens, q)
         tree = self.tree.down_to(self.depth)
@@ -188,7 +188,7 @@ class DraftModel:
 def count_draftable_tokens(model: Target, length: int) -> int:
     """Count the tokens that a draft model can draft in a row after a text of this length.
 
-    It reads all of them but the last.
+    The model reads all of these tokens but the last.
     """
     return sys.maxsize if model.max_positions is None else max(model.max_positions + 1 - length, 0)
 
@@ -208,7 +208,8 @@ def commit_tokens(model: Target, cache: TreeCache, rows: list[list[int]]) -> Ten
 def sample_distinct(probs: Tensor, num_tokens: int, generators: Generators) -> Tensor:
     """Sample [B, n, num_tokens] int64 ids without replacement from [B, n, V], in drawing order.
 
-    Like `Generators.sample`, but takes several of the best. PAD where no probability is left.
+    Like `Generators.sample_indices`, but several of the best are taken. PAD stands where no
+    probability is left.
     """
     keys, tokens = (probs / generators.draw_exponential(probs)).topk(num_tokens)
     return tokens.masked_fill(keys == 0, PAD)
@@ -286,7 +287,7 @@ def _build_levels(tree: Tree, ranked: bool, device: torch.device) -> list[_Level
     return levels
 
 
-def _by_node(levels: list[_Level], probs: list[Tensor]) -> Tensor:
+def _order_by_node(levels: list[_Level], probs: list[Tensor]) -> Tensor:
     """Order q [B, n, V] of each depth by node: [B, N', V].
 
     N' - 1 is the last node with children.

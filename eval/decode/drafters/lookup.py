@@ -1,4 +1,14 @@
-"""Draft tokens copied from the text so far: prompt lookup, and an n-gram model of the text."""
+"""Draft tokens looked up in tables: prompt lookup, an n-gram model of the text, and recycling.
+
+Prompt lookup copies from the text so far; the n-gram model follows the majority in the text so far.
+
+Token recycling keeps, for each token, the target's best candidates when it last read that token in
+any draft, accepted or rejected. A draft is a static tree filled from this table.
+
+Source of recycling: Luo et al., arXiv 2408.08696; hemingkx/Spec-Bench `model/recycling`. Differs: a
+token not read yet has no successors, and a tree may have any number of nodes.
+Letters: B texts, N tree nodes (root included), V vocabulary.
+"""
 
 import torch
 from torch import Tensor
@@ -9,13 +19,15 @@ from heads.devices import to_device
 from heads.target_model.model import FeatureLayers
 
 NUM_SUCCESSORS = 8
+"""Candidates that the table of recycling keeps after a token."""
 
 
 CPU_NODES, GPU_NODES = 8, 80
-"""Nodes of the default tree: as many as pay on a core, and the paper's."""
+"""Nodes of recycling's default tree: as many as pay on a core, and the paper's."""
 
 
 DEPTH = 6
+"""Depth of recycling's tree."""
 
 
 ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
@@ -232,6 +244,6 @@ class Recycling:
         """Do nothing, as texts share the table."""
 
 
-def recycling_tree(num_tokens: int) -> Tree:
-    """Make the tree of the likeliest nodes."""
+def build_recycling_tree(num_tokens: int) -> Tree:
+    """Build recycling's tree of the likeliest nodes."""
     return Tree.from_accuracies([ACCURACY] * DEPTH, num_tokens)

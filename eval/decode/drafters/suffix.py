@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts the followers of the longest last run of tokens, here and in answers.
+"""Suffix decoding: draft the followers of the longest last run of tokens, here and in answers.
 
 Every known run of tokens is a path from the root of a tree whose nodes count followers. A draft
 starts at a run that ends the text and follows the most frequent followers; longer runs give longer
@@ -7,6 +7,13 @@ drafts.
 Source: SuffixDecoding, arXiv 2411.04975; snowflakedb/ArcticInference `suffix_decoding`. Differs:
 runs met once are not unfolded, so a text costs a few nodes per token instead of one per token and
 depth.
+
+Hybrid drafts: per text and step, the suffix draft or the head's, whichever promises more tokens. A
+head's accepted length is unknown in advance, so its promise is the mean of earlier steps. A step in
+which every text uses its suffix draft costs the head nothing.
+
+Source: snowflakedb/ArcticInference, which uses a suffix draft that expects as many tokens as the
+head would draft. Here half of the expected tokens must reach the head's recent mean.
 """
 
 import torch
@@ -16,7 +23,7 @@ from torch.nn.functional import pad
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.target_model.model import FeatureLayers
 
-KEPT = 0.5
+ACCEPTED_SHARE = 0.5
 """Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
 equal for drafts of 1 and of 20 tokens."""
 
@@ -109,8 +116,8 @@ class SuffixDrafter:
     Args:
         answers: tree shared with earlier and later drafters; gets the answers as they grow.
         num_tokens: largest number of draft tokens.
-        factor: see `_best`.
-        min_prob: see `_best`.
+        factor: largest number of draft tokens per token of the continued run.
+        min_prob: probability below which a draft ends.
     """
 
     taps = FeatureLayers()
@@ -192,22 +199,22 @@ def _draft_best_chain(
     """Draft a chain after `root`, with the number of its tokens expected to be right.
 
     Args:
-        runs: runs of a text that ends before `root`, see `SuffixTree.grow`.
+        runs: runs of a text that ends before `root`, see `SuffixTree.add_last_token`.
         root: next token of the text.
         num_tokens: largest number of draft tokens.
         factor: largest number of draft tokens per token of the continued run.
-        min_prob: the draft ends when its probability falls below this.
+        min_prob: probability below which the draft ends.
     """
     best: tuple[list[int], float] = ([], 0.0)
     for length in range(len(runs), 0, -1):
-        most = min(num_tokens, int(factor * length))
-        if most <= best[1]:
+        longest = min(num_tokens, int(factor * length))
+        if longest <= best[1]:
             break
         followers = runs[length - 1].followers
         assert followers is not None
         run = followers.get(root)
         if run is not None:
-            drafted = _draft_after_run(run, most, min_prob)
+            drafted = _draft_after_run(run, longest, min_prob)
             best = max(best, drafted, key=lambda draft: draft[1])
     return best
 
@@ -261,10 +268,12 @@ class HybridDrafter:
                 self.means[row] = MEMORY * self.means[row] + (1 - MEMORY) * num_accepted
 
     def propose(self, roots: Roots) -> Draft:
-        """Draft chains where the suffix promises more, the head's trees elsewhere."""
+        """Draft a chain for texts whose suffix promises more, and the head's tree for others."""
         drafts = self.suffix.draft_chains(roots.ids)
         pairs = zip(drafts, self.means, strict=True)
-        self.copied = [KEPT * score >= mean and bool(tokens) for (tokens, score), mean in pairs]
+        self.copied = [
+            ACCEPTED_SHARE * score >= mean and bool(tokens) for (tokens, score), mean in pairs
+        ]
         chains = [tokens for tokens, _ in drafts]
         if all(self.copied):
             return Draft.from_chains(chains, self.device)
@@ -290,15 +299,15 @@ class HybridDrafter:
 def _replace_by_chains(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
     """Replace some texts' trees by chains."""
     assert draft.draft_probs is None
-    rows = [chain if own else [] for chain, own in zip(chains, copied, strict=True)]
+    rows = [chain if is_copied else [] for chain, is_copied in zip(chains, copied, strict=True)]
     others = Draft.from_chains(rows, draft.tokens.device)
     width = max(draft.tokens.shape[1], others.tokens.shape[1])
-    here = others.tokens[:, :1] != PAD
+    has_chain = others.tokens[:, :1] != PAD
     tokens = torch.where(
-        here, _pad_width(others.tokens, width, PAD), _pad_width(draft.tokens, width, PAD)
+        has_chain, _pad_width(others.tokens, width, PAD), _pad_width(draft.tokens, width, PAD)
     )
     parents = torch.where(
-        here,
+        has_chain,
         _pad_width(_list_parents(others), width, 0),
         _pad_width(_list_parents(draft), width, 0),
     )

@@ -149,12 +149,12 @@ class BlockShape(HeadShape):
         }
         for number in range(self.num_layers):
             norms = ("input_layernorm", "post_attention_layernorm")
-            shapes |= self.layer_tensors(f"layers.{number}.", norms)
+            shapes |= self.list_layer_shapes(f"layers.{number}.", norms)
         return shapes
 
 
 class BlockConfigReader:
-    """Reader of all keys of `config.json` that decide what the serving engine computes.
+    """Reader of the keys of `config.json` that decide what the serving engine computes.
 
     Args:
         export: the engine's files.
@@ -176,7 +176,7 @@ class BlockConfigReader:
         Args:
             block: section with the mask token and, except in speculators, the layers.
             anchored: value of `sample_from_anchor`.
-            causal: causality as the serving engine decides it.
+            causal: whether rows see no later rows of their block, as the serving engine decides.
 
         Raises:
             InputError: the serving engine would refuse the config, guess a value, or read another
@@ -281,12 +281,17 @@ class BlockConfigReader:
         """Tell whether a row sees no later rows of its block, by `sliding_window_non_causal`.
 
         In speculators' format only layers with a window can be causal.
+
+        Raises:
+            InputError: the key is missing, or says causal for a layer that sees all of the text.
         """
         key = "sliding_window_non_causal"
-        free = self.root.require_key(key, bool, "guesses, and vLLM not as speculators does")
-        if not free and (self._parse_window() is None or self._list_full_layers()):
+        is_non_causal = self.root.require_key(
+            key, bool, "guesses, and vLLM not as speculators does"
+        )
+        if not is_non_causal and (self._parse_window() is None or self._list_full_layers()):
             raise self.root.make_error(key, "true, as some of its layers see all of the text")
-        return not free
+        return not is_non_causal
 
 
 class ServedBlocks(ServedLayers):
@@ -307,7 +312,7 @@ class ServedBlocks(ServedLayers):
         # The known rows of the target's output head do not give all logits.
         self._knows_all = "output_head" not in golden.tensors
         self._check_tensors(shape.list_tensor_shapes() | more)
-        self._target_ids = self.target_ids()
+        self._target_ids = self.compute_target_ids()
         self.weights = {
             name: tensor.float()
             for name, tensor in export.tensors.items()
@@ -324,7 +329,7 @@ class ServedBlocks(ServedLayers):
             f"{self.export.config_name}: {self.title} reads hidden states {list(shape.layers)}, "
             f"{shape.block_size} rows that see {seen} and each other {rows}",
             self.tensor_line,
-            self.vocabulary_line(OUTPUT in self.export.tensors),
+            self.format_vocabulary_line(OUTPUT in self.export.tensors),
         ]
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -450,7 +455,7 @@ class ServedBlocks(ServedLayers):
 
 @dataclass(frozen=True)
 class DFlash2Settings:
-    """Settings of a DFlash-2 head beyond DFlash's.
+    """Settings that a DFlash-2 head has beyond DFlash's.
 
     Attributes:
         conv_kernel_size: taps of each convolution.
@@ -475,7 +480,7 @@ class ServedDFlash2(ServedBlocks):
 
     Args:
         export, golden, shape: as in `ServedBlocks`.
-        settings: settings beyond DFlash's.
+        settings: settings that DFlash lacks.
     """
 
     def __init__(
@@ -545,9 +550,9 @@ class ServedDSpark(ServedBlocks):
 
     Args:
         export, golden, shape: as in `ServedBlocks`.
-        markov: type of its Markov head.
+        markov: type of the Markov head.
         rank: rank r of the Markov head.
-        confidence_size: input width of its confidence head; 0 without one.
+        confidence_size: input width of the confidence head; 0 without one.
     """
 
     def __init__(

@@ -70,21 +70,21 @@ class EngineConventions:
 
     Attributes:
         title: name of the serving engine in messages.
-        architectures: allowed values of `architectures`.
+        architectures: values of `architectures` that the engine allows.
         prefixes: prefixes of the layer's tensors.
-        flags: supported names of `FLAGS`.
+        flags: names of `FLAGS` that the engine supports.
         writes_all_flags: whether unsupported flags must be written as false.
-        nested: flags that it reads in `eagle_config` only.
-        layers: where it finds the layers.
+        nested: flags that the engine reads in `eagle_config` only.
+        layers: where the engine finds the layers to read.
         always_fuses: whether `fc` also applies to hidden states as wide as the head.
         fc_bias: where the bias of `fc` comes from.
-        biases: keys of biases that its layer may have.
-        qwen3: whether it has a layer with norms on queries and keys.
-        rope: spelling of RoPE that it reads.
+        biases: keys of biases that the engine's layer may have.
+        qwen3: whether the engine has a layer with norms on queries and keys.
+        rope: spelling of RoPE that the engine reads.
         random_head: whether a missing output head starts randomly; in SGLang, unless
             `draft_vocab_size` is null.
-        embedding: `no` if it uses the target's when that is as wide as the head.
-        t2d: whether it has the mask beside `d2t`.
+        embedding: `no` if the engine uses the target's embedding where that is as wide as the head.
+        t2d: whether the engine has the mask `t2d` beside `d2t`.
         method: kind of head in speculators.
     """
 
@@ -185,7 +185,7 @@ class EagleShape(HeadShape):
     """EAGLE head as a serving engine builds it.
 
     Attributes:
-        eagle3: whether it fuses three hidden states and has their norms; otherwise EAGLE-1.
+        eagle3: whether the head fuses three hidden states and has their norms; otherwise EAGLE-1.
         flags: names of `FLAGS` that are on.
         fc_bias: whether the fusion layer has a bias.
         biased: projections of the layer with a bias.
@@ -207,7 +207,7 @@ class EagleShape(HeadShape):
         if self.eagle3:
             norms += ["input_layernorm", "hidden_norm"]
         input_size = 2 * hidden if self.eagle3 else hidden
-        shapes = self.layer_tensors(LAYER, norms, self.biased, input_size)
+        shapes = self.list_layer_shapes(LAYER, norms, self.biased, input_size)
         read = len(self.layers) * width if self.eagle3 else hidden + width
         shapes["fc.weight"] = (hidden, read)
         if self.fc_bias:
@@ -224,7 +224,7 @@ class EagleShape(HeadShape):
 
 
 class EagleConfigReader:
-    """Reader of all keys of `config.json` that decide what the serving engine computes.
+    """Reader of the keys of `config.json` that decide what the serving engine computes.
 
     Args:
         export: the serving engine's files.
@@ -286,7 +286,7 @@ class EagleConfigReader:
             head_dim=head_dim,
             target_hidden_size=width,
             vocab_size=vocab_size,
-            draft_vocab_size=self._draft_size(own_head) if self._eagle3 else vocab_size,
+            draft_vocab_size=self._parse_draft_size(own_head) if self._eagle3 else vocab_size,
             eps=float(layer.require_key("rms_norm_eps", float, "takes 1e-6")),
             layers=self._parse_layers(width == hidden) if self._eagle3 else (),
             flags=self._parse_flags() if self._eagle3 else frozenset(),
@@ -330,7 +330,7 @@ class EagleConfigReader:
         if layer.require_key("max_position_embeddings", int, "stops at 2048 positions") < longest:
             raise layer.make_error("max_position_embeddings", f"the target's {longest} or more")
 
-    def _draft_size(self, own_head: bool) -> int:
+    def _parse_draft_size(self, own_head: bool) -> int:
         root, key = self._root, "draft_vocab_size"
         if self._export.format == "sglang" and root.has_key(key) and root.get(key) is None:
             if own_head:
@@ -451,9 +451,9 @@ class ServedEagle(ServedLayers):
     ) -> None:  # fmt: skip
         super().__init__(export, golden, conventions.title, shape)
         self.conventions, self.num_layers = conventions, num_layers
-        tensors = self.rename_tensors(self._canonical_name)
+        tensors = self.rename_tensors(self._normalise_name)
         self.check_tensors(tensors, *self.list_expected_shapes())
-        self._target_ids = self.target_ids()
+        self._target_ids = self.compute_target_ids()
         # The embedding is not converted: it is large, and few of its rows are needed.
         self.embedding = tensors.pop(EMBEDDING, None)
         self.weights = {n: t.float() for n, t in tensors.items() if t.is_floating_point()}
@@ -467,7 +467,7 @@ class ServedEagle(ServedLayers):
         return [
             f"{self.export.config_name}: {self.title} reads {read}, norm flags on: {on}",
             self.tensor_line,
-            self.vocabulary_line(shape.own_head),
+            self.format_vocabulary_line(shape.own_head),
         ]
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -527,7 +527,7 @@ class ServedEagle(ServedLayers):
             position_ids: [S] int64 positions of the hidden states.
         """
         fed, num_rows = self.fuse_features(features), len(features)
-        own = torch.eye(num_rows, dtype=torch.bool)
+        own_rows = torch.eye(num_rows, dtype=torch.bool)
         keys, values, seen = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth in range(len(embeds) - num_rows):
             positions = position_ids + depth
@@ -535,7 +535,7 @@ class ServedEagle(ServedLayers):
             keys.append(self.project_heads(inputs, LAYER, "k", positions))
             values.append(self.project_heads(inputs, LAYER, "v"))
             # The text up to a row, and the row's own draft tokens.
-            seen.append(own if depth else torch.ones_like(own).tril())
+            seen.append(own_rows if depth else torch.ones_like(own_rows).tril())
             attended = self.attend(
                 self.project_heads(inputs, LAYER, "q", positions),
                 torch.cat(keys), torch.cat(values), torch.cat(seen, dim=1),
@@ -588,7 +588,7 @@ class ServedEagle(ServedLayers):
             raise self.make_error(EMBEDDING, "is not the target's", "the target's: it takes that")
         return own
 
-    def _canonical_name(self, name: str) -> str:
+    def _normalise_name(self, name: str) -> str:
         prefix = next((p for p in self.conventions.prefixes if name.startswith(p)), "")
         if prefix:
             return LAYER + name.removeprefix(prefix)
@@ -605,10 +605,10 @@ class ServedPEagle(ServedEagle):
         num_layers = len(numbers | {"0"})
         shape = parse_shape(export, golden, conventions, num_layers)
         super().__init__(export, golden, conventions, shape, num_layers)
-        said, trained = export.config.get(MASK_KEY), int(golden.require_tensor(MASK_KEY, (1,)))
-        if said != trained:
+        stated, trained = export.config.get(MASK_KEY), int(golden.require_tensor(MASK_KEY, (1,)))
+        if stated != trained:
             raise InputError(
-                f"{export.folder / 'config.json'}: {MASK_KEY}={said}, but the head was trained "
+                f"{export.folder / 'config.json'}: {MASK_KEY}={stated}, but the head was trained "
                 f"with {trained}; export again"
             )
 
@@ -618,7 +618,7 @@ class ServedPEagle(ServedEagle):
         shape = self.shape
         for number in range(1, self.num_layers):
             norms = ("input_layernorm", "post_attention_layernorm")
-            must |= shape.layer_tensors(f"layers.{number}.", norms, shape.biased)
+            must |= shape.list_layer_shapes(f"layers.{number}.", norms, shape.biased)
         must[MASK_HIDDEN] = (1, 1, len(shape.layers) * shape.target_hidden_size)
         return must, may
 

@@ -54,7 +54,7 @@ class ServedMedusa(ServedHead):
                     "medusa_num_layers", "1, as its blocks of a head are one module"
                 )
         # Converted to float32 one at a time, as all heads together can exceed the memory.
-        self.weights = self.rename_tensors(self._original_name)
+        self.weights = self.rename_tensors(self._translate_name)
         self.check_tensors(self.weights, self._list_expected_shapes(), {})
 
     def _check_vllm(self, root: EngineConfig) -> None:
@@ -121,7 +121,7 @@ class ServedMedusa(ServedHead):
             shapes[f"{head}.{self._num_blocks}.weight"] = (self.golden.vocab_size, size)
         return shapes
 
-    def _original_name(self, name: str) -> str:
+    def _translate_name(self, name: str) -> str:
         if self.export.format == "vllm":
             for pattern, original in RENAMED:
                 if match := pattern.fullmatch(name):

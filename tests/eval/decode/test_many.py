@@ -8,7 +8,7 @@ from drafters import EVERY_DRAFTER, Make, each_way, medusa, small_target
 from toys import noisy_head, random_target
 
 from eval.decode.drafters.draft_model import DraftModel
-from eval.decode.drafters.lookup import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.lookup import Recycling, SuccessorTable, build_recycling_tree
 from eval.decode.drafters.oracle import Oracle
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import Generation, NoDraft, Request, Step, decode, decode_many
@@ -110,7 +110,7 @@ def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
 
 def test_recycled_candidates_go_on_in_other_texts(target: Target) -> None:
     known = SuccessorTable()
-    tree = recycling_tree(6)
+    tree = build_recycling_tree(6)
     found = decode_many(target, lambda _: Recycling(known, tree), REQUESTS, 20, 2)
     expected = decode_many(target, lambda _: NoDraft(), REQUESTS, 20, 1)
     assert [text.token_ids for text in found] == [text.token_ids for text in expected]

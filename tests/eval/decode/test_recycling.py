@@ -1,6 +1,6 @@
 import torch
 
-from eval.decode.drafters.lookup import Recycling, SuccessorTable, recycling_tree
+from eval.decode.drafters.lookup import Recycling, SuccessorTable, build_recycling_tree
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Roots
 from heads.decoding.tree import Tree
@@ -60,9 +60,9 @@ def test_what_was_learnt_outlives_a_drafter_and_texts() -> None:
 
 
 def test_the_usual_tree_has_the_likeliest_nodes() -> None:
-    tree = recycling_tree(8)
+    tree = build_recycling_tree(8)
     # .6, .36, .216, .13, .1, .078, .06 twice
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 3, 6, 7)
     assert tree.ranks == (-1, 0, 1, 0, 1, 0, 0, 0, 0)
-    assert recycling_tree(80).num_nodes == 81
-    assert recycling_tree(80).width <= 8
+    assert build_recycling_tree(80).num_nodes == 81
+    assert build_recycling_tree(80).width <= 8

@@ -15,7 +15,7 @@ from eval.decode.generation_config import (
     LogitsProcessors,
     StopRules,
     apply_generation_config,
-    node_rows,
+    build_node_rows,
     parse_logits_settings,
 )
 from eval.decode.hf_generate import hf_generate
@@ -135,7 +135,7 @@ def test_a_node_stands_behind_its_text_and_its_path() -> None:
     history, committed = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[3], [1]])
     layout = build_tree_layout(tree_of([0, 0, 2]), torch.device("cpu"))
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, PAD, 4]])
-    assert node_rows(history, committed, tokens, layout, 9).tolist() == [
+    assert build_node_rows(history, committed, tokens, layout, 9).tolist() == [
         [
             [9, 9, 9, 5, 6, 7, 1],
             [9, 9, 5, 6, 7, 1, 2],
@@ -151,8 +151,8 @@ def test_a_node_stands_behind_its_text_and_its_path() -> None:
     ]
     own = TreeLayout.from_parents(torch.tensor([[0, 0, 2], [0, 0, 2]]), 2)
     assert torch.equal(
-        node_rows(history, committed, tokens, own, 9),
-        node_rows(history, committed, tokens, layout, 9),
+        build_node_rows(history, committed, tokens, own, 9),
+        build_node_rows(history, committed, tokens, layout, 9),
     )
 
 

@@ -220,7 +220,7 @@ def with_part(name: str, broken: Callable[..., Tensor]) -> Rule:
 
 def p_in_full(layout, tokens, probs, uniforms) -> Tensor:
     """`accept_ranked`, but what was rejected stays in p."""
-    return uniforms < accept._token_probs(layout, tokens, probs)
+    return uniforms < accept._look_up_token_probs(layout, tokens, probs)
 
 
 AT_LEAVES = raw_bonus(at_leaves=True)

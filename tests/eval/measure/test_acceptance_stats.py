@@ -7,9 +7,9 @@ from eval.measure.acceptance_stats import (
     alpha,
     compare_tau,
     compute_acceptance_lengths,
+    compute_per_position,
     compute_tau_interval,
     format_interval,
-    per_position,
     select_tree_figures,
     summarise_acceptance,
     tau,
@@ -29,7 +29,7 @@ def test_alpha_is_conditional_and_leaves_out_depths_beyond_the_text() -> None:
 
 
 def test_per_position_counts_every_pass() -> None:
-    assert per_position([STEPS], 2) == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    assert compute_per_position([STEPS], 2) == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
 
 
 def test_categories_are_summed_up_by_themselves() -> None:
@@ -137,4 +137,4 @@ def test_a_result_tells_of_its_one_tree(kind: str) -> None:
 
 def test_nothing_to_verify_is_one_token_per_pass() -> None:
     assert tau([PromptSteps("a", [])]) == 1.0
-    assert per_position([PromptSteps("a", [])], 2) == [0.0, 0.0]
+    assert compute_per_position([PromptSteps("a", [])], 2) == [0.0, 0.0]

@@ -11,7 +11,7 @@ from eval.compare.methods import Method
 from eval.compare.speedup_stats import summarise_speedup
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, Step
-from eval.measure.acceptance_stats import PromptSteps, by_part, summarise_acceptance
+from eval.measure.acceptance_stats import PromptSteps, compute_part_figures, summarise_acceptance
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import count_thinking_tokens, render_first_turns
 from heads.decoding.sampling import GREEDY
@@ -57,23 +57,23 @@ def test_thinking_ends_with_what_the_template_puts_behind_it(
 def test_a_pass_belongs_to_the_part_of_its_first_token() -> None:
     steps = [Step(1, 2, 9), Step(2, 3, 7), Step(0, 1, 4), Step(2, 3, 3)]  # at 1, 3, 6 and 7
     both = [PromptSteps("a", steps, num_thinking=4), PromptSteps("a", steps[2:])]
-    assert by_part(both, 2) == {
+    assert compute_part_figures(both, 2) == {
         "thinking": {"tau": 2.5, "per_draft": 2.5, "alpha": [1.0, 0.5], "num_tokens": 5},
         "answer": {"tau": 2.0, "per_draft": 2.0, "alpha": [0.5, 1.0], "num_tokens": 8},
     }
-    assert summarise_acceptance(both, 2, 0)["by_part"] == by_part(both, 2)
-    assert by_part([PromptSteps("a", steps, num_thinking=3)], 1)["thinking"] == {
+    assert summarise_acceptance(both, 2, 0)["by_part"] == compute_part_figures(both, 2)
+    assert compute_part_figures([PromptSteps("a", steps, num_thinking=3)], 1)["thinking"] == {
         "tau": 2.0,
         "per_draft": 2.0,
         "alpha": [1.0],
         "num_tokens": 2,
     }
-    assert by_part([PromptSteps("a", steps)], 2) == {}
+    assert compute_part_figures([PromptSteps("a", steps)], 2) == {}
 
 
 def test_passes_without_a_draft_are_none_of_a_part() -> None:
     steps = [Step(1, 2, 9), Step(0, 1, 7), Step(0, 1, 6), Step(2, 3, 5)]
-    parts = by_part([PromptSteps("a", steps, [2, 0, 2, 2], num_thinking=4)], 2)
+    parts = compute_part_figures([PromptSteps("a", steps, [2, 0, 2, 2], num_thinking=4)], 2)
     assert [row["per_draft"] for row in parts.values()] == [2.0, 2.0]  # of one and of two drafts
 
 
@@ -97,4 +97,4 @@ def test_both_results_tell_thinking_from_answers() -> None:
     [row] = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
     assert row["by_part"] == expected
     thinking = count_thinking_tokens(prompt, text.token_ids, made)
-    assert by_part([PromptSteps("", steps, num_thinking=thinking)], 1) == expected
+    assert compute_part_figures([PromptSteps("", steps, num_thinking=thinking)], 1) == expected

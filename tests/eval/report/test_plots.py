@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eval.report.plots import (
+    compute_step_ms,
     plot_acceptance,
     plot_calibration,
     plot_comparison,
@@ -19,16 +20,15 @@ from eval.report.plots import (
     plot_reported,
     plot_speedup,
     plot_tree_search,
-    step_ms,
 )
 from tests.eval.report.test_report import large, sizes, small
 
 
 def test_time_of_a_pass() -> None:
     row = {"num_steps": 10, "breakdown": dict.fromkeys(("draft", "verify", "accept", "host"), 0.5)}
-    assert step_ms(row) == {"draft": 50.0, "verify": 50.0, "accept": 50.0, "host": 50.0}
-    assert step_ms({**row, "num_steps": 0}) == {}
-    assert step_ms({"breakdown": row["breakdown"]}) == {}
+    assert compute_step_ms(row) == {"draft": 50.0, "verify": 50.0, "accept": 50.0, "host": 50.0}
+    assert compute_step_ms({**row, "num_steps": 0}) == {}
+    assert compute_step_ms({"breakdown": row["breakdown"]}) == {}
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_picture_of_speed(make, drawn) -> None:
     assert [t.get_text() for t in speed.texts] == [
         f" {row['speedup']:.2f}x" for row in methods.values()
     ]
-    parts = [step_ms(row).values() for row in methods.values()]
+    parts = [compute_step_ms(row).values() for row in methods.values()]
     assert bars(times) == pytest.approx([ms for row in parts for ms in row])
     assert [line[0][0] for line in lines(taus)[::2]] == [row["tau"] for row in methods.values()]
     rates = [row["alpha"] for row in methods.values() if row.get("alpha")]

@@ -38,7 +38,7 @@ def search(target: Target, own: list[list[int]]):
 
 
 def test_costs_are_linear_in_the_layers_that_run() -> None:
-    assert [COSTS.draft(share) for share in (0.0, 0.5, 1.0)] == [1.0, 5.5, 10.0]
+    assert [COSTS.estimate_draft_seconds(share) for share in (0.0, 0.5, 1.0)] == [1.0, 5.5, 10.0]
     # 3 tokens in the time of two draft passes and one over three tokens.
     assert COSTS.estimate_speedup(3.0, 2, 0.5) == pytest.approx(3 * 10 / (2 * 5.5 + 10.2))
 

@@ -19,7 +19,7 @@ from eval.tune import step_costs as cost
 from eval.tune.batch_size_advice import (
     Advice,
     BatchSizeAdvice,
-    chain_taus,
+    compute_chain_taus,
     estimate_speedups,
     measure_advice,
     measure_full_batch,
@@ -228,7 +228,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
     head = make[family]()
     bench_head = MeasuredHead("", head, Tree.make_chain(3), Tree.make_chain(3))
     prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
-    found = chain_taus(target, bench_head, prompts, 20)
+    found = compute_chain_taus(target, bench_head, prompts, 20)
     assert len(found) == bench_head.max_useful_depth
     for length in (1, 3):
         steps = [
