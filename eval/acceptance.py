@@ -292,7 +292,7 @@ def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]
     """Write `conditions.json`, a row per condition.
 
     Returns:
-        The file, and the picture that goes beside it.
+        Paths of the file, and of the picture that belongs beside the file.
 
     Raises:
         InputError: the file cannot be written.

@@ -118,10 +118,10 @@ class Candidate:
     """Shape with its expected figures on some texts.
 
     Attributes:
-        shape: the shape.
+        shape: shape of the drafts.
         tau: tokens per verify pass.
         draft_s: seconds of a draft.
-        step_s: seconds of a draft and its verify pass.
+        step_s: seconds of a draft and the verify pass over it.
         speedup: speed-up over passes of one token, without prompts.
     """
 

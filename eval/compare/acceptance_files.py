@@ -105,7 +105,7 @@ def load_reported_acceptance(file: Path) -> ReportedAcceptance:
     """Read the figures of a file.
 
     Raises:
-        InputError: the file cannot be read, is of none of these tools, or is damaged.
+        InputError: the file cannot be read, is of no known tool, or is damaged.
     """
     try:
         if file.suffix == ".csv":
@@ -339,7 +339,7 @@ def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definiti
         results: results by name.
 
     Returns:
-        Definitions that at least two results have, in order.
+        Definitions that at least two results have, in the order of LENGTH_DEFINITIONS and MEANS.
 
     Raises:
         InputError: conditions differ, or a result shares no definition with another.

@@ -74,7 +74,7 @@ class PromptDecoder:
     """Decodes prompts, in captured steps if possible.
 
     Args:
-        target: the target.
+        target: target that decodes.
         make: function that makes a drafter for texts with these seeds.
         max_new_tokens: largest number of tokens per text.
         sampling: how tokens are chosen.

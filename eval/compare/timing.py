@@ -25,7 +25,7 @@ class PromptRun:
     """Prompt that every method decoded, possibly in a batch.
 
     Attributes:
-        prompt: the prompt.
+        prompt: the decoded prompt.
         texts: one text per repeat, by method.
         busy: seconds in which a GPU worked, by method and part; of the first job only.
     """

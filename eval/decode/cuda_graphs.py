@@ -57,8 +57,8 @@ class CudaGraph(Generic[Output]):
         pool: memory pool; must not be used again after an error.
 
     Raises:
-        CaptureError: CUDA cannot capture the call; its cause is the first refused operation. Later
-            work runs and can be captured as if this had not been tried.
+        CaptureError: CUDA cannot capture the call; the cause is the first refused operation. Later
+            work runs and can be captured as if this capture had not been tried.
     """
 
     def __init__(self, call: Callable[[], Output], pool: Any) -> None:
@@ -220,7 +220,7 @@ class _Rows:
         cache: cache of the texts.
 
     Attributes:
-        roots: [B] int64.
+        roots: [B] int64 tokens that the target has chosen but not read yet.
         generators: generators of the target's draws.
     """
 
@@ -451,7 +451,7 @@ class CapturedPasses(_Rows):
     """Captured verify passes of a batch.
 
     Args:
-        batch: the batch.
+        batch: batch whose drafts are verified.
         cache: cache of the texts.
 
     Attributes:
@@ -459,7 +459,7 @@ class CapturedPasses(_Rows):
         max_draft_tokens: largest number of draft tokens of a text so far.
         capacity: slots of the caches.
         inputs: drafts in fixed memory.
-        key: key of the next pass: its shape and slots.
+        key: key of the next pass: shape of the drafts, and number of slots.
     """
 
     def __init__(self, batch: DecodingBatch, cache: TreeCache) -> None:

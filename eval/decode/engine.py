@@ -67,7 +67,7 @@ class Generation:
     """Decoded text.
 
     Attributes:
-        token_ids: the text.
+        token_ids: ids of the text.
         steps: the text's share of each verify pass.
         paths: accepted nodes of each step, without the root.
         times: the text's shares of the times of its batches.

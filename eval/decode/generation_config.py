@@ -90,7 +90,7 @@ class LogitsProcessors:
         Args:
             logits: [B, N, V].
             history: [B, L] int64 tokens before the root; shorter texts are padded.
-            committed: [B, 1] int64 number of these tokens.
+            committed: [B, 1] int64 number of the tokens before the root.
             tokens: [B, N] int64 tokens of the trees; negative for missing nodes.
             layout: layout of the trees.
         """

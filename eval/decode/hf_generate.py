@@ -88,7 +88,7 @@ class StopTexts(StoppingCriteria):
 
     Args:
         target: target whose `stop_strings` end an answer.
-        num_prompt: tokens of every row before its answer.
+        num_prompt: number of tokens of every row before the answer.
         num_texts: number of rows.
     """
 
@@ -127,8 +127,8 @@ def hf_generate(
     which drafting does not support.
 
     Args:
-        target: the target.
-        prompts: rendered prompts, left-padded to one length.
+        target: target that decodes.
+        prompts: rendered prompts, which are left-padded to one length here.
         max_new_tokens: largest number of tokens per text.
         sampling: sampling, not typical.
         seed: seed of torch's global generator.

@@ -31,7 +31,7 @@ class AcceptedPaths:
     Attributes:
         nodes: [B, N] int64 accepted node of each depth, root first; padded with the root.
         num_accepted: [B] int64 number of accepted draft tokens.
-        bonus: [B] int64 token after them.
+        bonus: [B] int64 token after the accepted draft tokens.
     """
 
     nodes: Tensor
@@ -44,9 +44,9 @@ class HostStep(NamedTuple):
 
     Attributes:
         path: accepted nodes, root first.
-        tokens: tokens of these nodes.
-        bonus: token after them.
-        num_drafted: draft tokens verified.
+        tokens: tokens of the accepted nodes.
+        bonus: token after the accepted nodes.
+        num_drafted: number of draft tokens verified.
     """
 
     path: list[int]
@@ -69,8 +69,8 @@ class VerifyResult:
     """Trees of which the target has accepted a path.
 
     Attributes:
-        nodes: the trees.
-        accepted: accepted paths.
+        nodes: the trees, as the target has read them.
+        accepted: accepted path of each tree.
         accepted_tokens: [B, N] int64 tokens of the accepted nodes.
         host_record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
     """
@@ -137,8 +137,8 @@ class ContextLimits:
     across the switch, as its later tokens were read with the wrong frequencies.
 
     Args:
-        target: the target.
-        prompts: token ids of each text.
+        target: target that reads the texts.
+        prompts: token ids of each prompt.
     """
 
     def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
@@ -194,8 +194,8 @@ def run_verify_pass(
 
     Args:
         limits: limits of the batch.
-        draft: the trees.
-        roots: [B] int64.
+        draft: draft trees.
+        roots: [B] int64 root token of each tree.
         cache: cache of the texts.
         taps: hidden states that the drafter needs.
     """
@@ -213,11 +213,11 @@ def verify(
     """Find the accepted path and the bonus token of each tree, without waiting for the device.
 
     Args:
-        draft: draft trees.
-        tokens: [B, N] int64 tokens of `draft`, after the root.
+        draft: draft trees of all texts.
+        tokens: [B, N] int64 tokens of the trees, roots included.
         logits: [B, N, V] logits of the target after each node.
         sampling: how the target chooses.
-        generators: random generators, for sampling.
+        generators: random generators of the texts, for sampling.
     """
     if tokens.shape[1] == 1 and sampling.is_greedy:
         root = torch.zeros_like(tokens)

@@ -68,7 +68,7 @@ class PromptSteps:
 
     Attributes:
         category: category, for figures by category.
-        steps: verify passes.
+        steps: verify passes over the prompt's text.
         drafted: draft tokens that each pass verified, if counted.
         dialogue: number of the dialogue; intervals group its prompts, as they share a topic.
         turn: turn of the dialogue, from 1.
@@ -230,10 +230,10 @@ class PassCounts:
 
     Attributes:
         dialogue: dialogue of the text.
-        num_passes: verify passes.
-        num_drafts: verify passes with drafts.
-        num_accepted: accepted draft tokens.
-        num_emitted: tokens of the text after the first.
+        num_passes: number of verify passes.
+        num_drafts: number of verify passes with drafts.
+        num_accepted: number of accepted draft tokens.
+        num_emitted: number of tokens of the text after the first.
     """
 
     dialogue: int
@@ -323,11 +323,11 @@ def bootstrap_interval(
             dialogue, are one group.
         figure: computes the figure from sampled groups and the numbers of sampled runs.
         seed: seed of the resampling.
-        num_runs: number of runs, resampled with replacement, in the same way for all groups.
+        num_runs: number of runs, resampled with replacement and alike for all groups.
 
     Returns:
-        2.5th and 97.5th percentile, in the unit of the figure; None for a single group, which tells
-        nothing about others.
+        2.5th and 97.5th percentile, in the unit of the figure; None for a single group, which says
+        nothing about other groups.
     """
     if len(groups) < 2:
         return None
@@ -364,7 +364,7 @@ def compare_tau(
 
     Args:
         first: rows of `PromptSteps.build_row`.
-        second: rows of the same prompts.
+        second: rows of the same prompts, in the same order.
         seed: seed of the resampling.
     """
     pairs: dict[int, list[int]] = {}

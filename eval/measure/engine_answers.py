@@ -168,7 +168,7 @@ def open_states_pool(
         final_norm: norm for `hidden_states`, on the CPU; None leaves `hidden_states` out.
 
     Raises:
-        InputError: a server does not give these states.
+        InputError: a server does not give the states of these layers.
     """
     recurrent = AttentionPattern.from_config(target.config, target.name).is_recurrent
     size = target.num_layers, target.hidden_size

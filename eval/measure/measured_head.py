@@ -30,10 +30,10 @@ class MeasuredHead:
     """A head that is attached to its target.
 
     Attributes:
-        path: its folder or Hub id.
-        draft_head: the head.
+        path: folder or Hub id of the head.
+        draft_head: the head itself.
         tree: static tree, or shape of dynamic trees.
-        chain: one candidate per depth.
+        chain: chain of one candidate per depth.
         tree_data_sha256: checksum of the data of the tree search; None without a search.
         calibration: calibration for cutting the chain; None if there is none for this depth and
             device.
@@ -85,7 +85,7 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
     """Load a head and choose its shapes; `attach` follows once there is a target.
 
     Raises:
-        InputError: no head, or shapes that it cannot draft.
+        InputError: there is no head, or the head cannot draft the shapes that are asked.
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)

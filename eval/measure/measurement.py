@@ -137,7 +137,7 @@ def open_measurement(
         more_heads: paths besides `head.path`.
         may_use_engines: whether engines may run the target's layers; without a head, nothing runs
             the layers.
-        writer: see `Measurement`.
+        writer: server that writes the answers of earlier turns instead of the target.
         like: measurement that differs in data and sampling only, whose target and heads are
             reused; it closes its engines after the new measurement.
 
@@ -284,7 +284,7 @@ def _render_later_turns(
 
     Raises:
         InputError: a prompt leaves no room and must not be skipped. If this does not depend on
-            answers, it is raised before the first answer.
+            answers, the error comes before the first answer.
     """
     least = prompts
     for _ in range(1, run.num_turns):
@@ -350,7 +350,7 @@ def open_jsonl_store(
     Args:
         run: settings of the command.
         name: name of the results file.
-        measurement: the measurement.
+        measurement: measurement that runs.
         more: other JSON values that the rows depend on.
 
     Raises:

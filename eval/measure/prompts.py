@@ -124,7 +124,7 @@ def check_prompt(target: EmbeddingsAndOutputHead, prompt: Prompt, max_new_tokens
     Drafts need no room.
 
     Raises:
-        InputError: the prompt does not fit; names its place.
+        InputError: the prompt does not fit; the message names the place of the prompt.
     """
     check_token_ids(prompt.token_ids, target, lambda: prompt.location)
     length = len(prompt.token_ids)

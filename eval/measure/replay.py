@@ -64,8 +64,8 @@ def rank_candidates(
     Returns [n][depth][width] ids, best first.
 
     Args:
-        head: the head.
-        tree: static tree.
+        head: head that drafts.
+        tree: static tree or chain.
         output: the target's states of prompt and response without the last token.
         prompt_ids: the rendered prompt.
         response_ids: [n] tokens of the response.
@@ -96,7 +96,7 @@ def replay_drafter(
         response_ids: [n], the target's greedy text.
 
     Returns:
-        The steps, and the number of draft tokens that each verified.
+        The steps, and the number of draft tokens that each step verified.
     """
     device, ids = output.hidden_states.device, prompt_ids + response_ids
     cache = TreeCache(1, device, num_layers=0)

@@ -128,7 +128,7 @@ def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
             file per method with chains.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the files cannot be written.
     """
     methods = select_method_figures(result)
     lines = [
@@ -210,8 +210,8 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
     """Format a golden file: acceptance lengths by draft tokens, and settings to simulate them.
 
     Args:
-        rows: figures of chains, by length.
-        result: result that contains one of them.
+        rows: figures of chains, by their number of draft tokens.
+        result: result that contains one of these chains.
     """
     lengths = {
         size: compute_mean_acceptance_length(row["prompts"]) or 1.0

@@ -31,7 +31,7 @@ def stream_answers(
         sampling: how the target chooses tokens.
 
     Yields:
-        Request numbers and token ids of the answers, as these end.
+        Number of a request and token ids of the answer, as answers end.
     """
     if not requests:
         return

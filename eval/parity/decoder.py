@@ -25,13 +25,18 @@ class HeadShape:
     """Sizes that a serving engine builds from `config.json`.
 
     Attributes:
-        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim: H, -, Q, K, d.
+        hidden_size: hidden size H of the head.
+        intermediate_size: size of the MLP.
+        num_heads: number Q of query heads.
+        num_kv_heads: number K of key-value heads.
+        head_dim: size d of a head.
         target_hidden_size: hidden size of the target.
-        vocab_size, draft_vocab_size: V and W.
-        eps: of every norm.
-        layers: hidden states that are read, as indices of `output_hidden_states`.
+        vocab_size: size V of the target's vocabulary.
+        draft_vocab_size: number W of ids that the head drafts.
+        eps: epsilon of every norm.
+        layers: hidden states that the head reads, as indices of `output_hidden_states`.
         qk_norm: whether queries and keys are normalised.
-        rope: of queries and keys.
+        rope: RoPE of queries and keys.
     """
 
     hidden_size: int
@@ -57,10 +62,10 @@ class HeadShape:
         """Compute the shapes of a decoder layer's tensors.
 
         Args:
-            layer: prefix of their names.
-            norms: norms over H units.
-            biased: projections with a bias.
-            input_size: I; H by default.
+            layer: prefix of the names of the tensors.
+            norms: names of the norms over H units.
+            biased: names of the projections with a bias.
+            input_size: size I of the attention's input; H by default.
         """
         hidden, mlp, read = self.hidden_size, self.intermediate_size, input_size or self.hidden_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -124,7 +129,7 @@ class ServedHead:
         """Rename the tensors of the export.
 
         Raises:
-            InputError: two tensors get the same name.
+            InputError: two tensors get one name.
         """
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.export.tensors.items():
@@ -139,8 +144,8 @@ class ServedHead:
 
         Args:
             tensors: tensors to check.
-            must: required tensors.
-            may: optional tensors.
+            must: shapes of required tensors.
+            may: shapes of optional tensors.
 
         Raises:
             InputError: naming the tensor.
@@ -233,13 +238,13 @@ class ServedLayers(ServedHead):
         """Compute queries, keys or values of a layer, rotated if positions are given.
 
         Args:
-            inputs: [N, I].
-            layer: prefix of their names.
+            inputs: [N, I] inputs of the attention.
+            layer: prefix of the names of the layer's tensors.
             which: q, k or v.
-            position_ids: [N].
+            position_ids: [N] int64 positions of the rows.
 
         Returns:
-            [N, Q or K, d].
+            [N, Q, d] queries, or [N, K, d] keys or values.
         """
         name = f"{layer}self_attn.{which}"
         states = self.apply_linear(inputs, f"{name}_proj").unflatten(-1, (-1, self.shape.head_dim))

@@ -28,10 +28,10 @@ class EngineConfig:
     """JSON object of `config.json`.
 
     Args:
-        values: the object.
-        file: file name in messages.
-        engine: serving engine in messages.
-        prefix: prefix of its keys in messages.
+        values: the JSON object.
+        file: file name, for messages.
+        engine: name of the serving engine, for messages.
+        prefix: prefix of the keys, for messages.
     """
 
     def __init__(self, values: dict[str, Any], file: Path, engine: str, prefix: str = "") -> None:
@@ -55,7 +55,7 @@ class EngineConfig:
         Args:
             key: name of the key.
             kind: type of the value; float allows int.
-            otherwise: what the serving engine would do without the key.
+            otherwise: action of the serving engine without the key, for messages.
 
         Raises:
             InputError: the key is missing, null or of another type.
@@ -98,7 +98,7 @@ class EngineConfig:
             key: name of the key.
             expected: the required value.
             why: where the required value comes from, for messages.
-            otherwise: what the serving engine would do without the key.
+            otherwise: action of the serving engine without the key, for messages.
 
         Raises:
             InputError: the key is missing, or has another value.
@@ -166,11 +166,12 @@ def parse_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
 
     Args:
         config: config with `rope_theta` and `rope_scaling`, or `rope_parameters`, or both.
-        head_dim: d.
+        head_dim: size d of a head.
         keys: spelling that the serving engine reads.
 
     Raises:
-        InputError: RoPE is missing, of a type that the engine lacks, or its spellings disagree.
+        InputError: RoPE is missing, of a type that the engine lacks, or spelled in two ways that
+            disagree.
     """
     settings = _merge_spellings(config, keys)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])

@@ -36,10 +36,10 @@ class Export:
         kind: kind of the head.
         layers: hidden states that the head was trained on, as indices of `output_hidden_states`;
             None without `headsmith.json`.
-        config: `config.json`; for a GGUF file, its `eval.parity.gguf.Entry`s by key.
+        config: content of `config.json`, or the `eval.parity.gguf.Entry`s of a GGUF file, by key.
         weights: file of `tensors`.
         tensors: tensors by their names in the file.
-        dtype: dtype of its floating-point tensors.
+        dtype: dtype of the floating-point tensors.
     """
 
     folder: Path
@@ -64,9 +64,9 @@ class ReferenceLogits:
     Attributes:
         file: file of the values.
         kind: kind of the head.
-        num_layers: L.
+        num_layers: number L of the target's layers.
         max_position_embeddings: positions of the trained head.
-        vocab_size: V.
+        vocab_size: size V of the vocabulary.
         tensors: see `heads/export/writer.py`.
     """
 

@@ -39,8 +39,8 @@ class Entry:
     """Metadata entry.
 
     Attributes:
-        number: number of its type; for a list, of its elements.
-        value: Python value.
+        number: number of the value's type; for a list, of the elements' type.
+        value: the value in Python.
     """
 
     number: int
@@ -122,8 +122,8 @@ class GgufMetadata:
     """Metadata of a head. A value that llama.cpp would guess is an error.
 
     Args:
-        entries: all entries.
-        file: file name in messages.
+        entries: all entries of the file.
+        file: file name, for messages.
         arch: architecture, with which the keys begin.
     """
 

@@ -137,7 +137,7 @@ def compute_step_ms(row: dict[str, Any]) -> dict[str, float]:
         row: a method of `speedup.json`.
 
     Returns:
-        Empty for another library's loop, which is timed from outside.
+        Milliseconds by part; empty for another library's loop, which is timed from outside.
     """
     num_steps = row.get("num_steps")
     parts = row["breakdown"]

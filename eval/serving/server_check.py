@@ -49,7 +49,7 @@ class DifferingToken:
         ours: id that the target chooses.
         engine: id that the server chose.
         gap: logit of `ours` minus logit of `engine`, in nats.
-        avoids: `ours` occurs in the prompt or the text before, `engine` does not.
+        avoids: whether `ours` occurs in the prompt or the text before, and `engine` does not.
     """
 
     prompt: int
@@ -142,9 +142,9 @@ def diagnose_differences(
     """Name the cause if a server's texts or drafts are not those of the target with the head.
 
     Args:
-        server: the server that wrote the texts; it is asked once more.
-        prompts: the prompts of the texts.
-        texts: the checked texts.
+        server: server that wrote the texts, and is asked once more.
+        prompts: prompts of the texts.
+        texts: checked texts.
         target: name of the target.
         max_new_tokens: limit of each text.
         tolerance: share of tokens, and of counts, that may differ.

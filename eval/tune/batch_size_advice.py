@@ -155,7 +155,7 @@ def measure_advice(advice: Advice, measurement: Measurement, config: TreeSearchR
     """Measure the best chain at the smallest, the middle and the largest batch size.
 
     Args:
-        advice: predictions.
+        advice: advice with predictions.
         measurement: measurement with one head, on other prompts than the predictions.
         config: settings of the command.
     """

@@ -95,8 +95,8 @@ def build_reliability_bins(
     """List mean chance, share accepted and number of each non-empty bin.
 
     Args:
-        chances: [n].
-        accepted: [n].
+        chances: [n] chances that chains are accepted.
+        accepted: [n] whether they were.
     """
     rows = zip(*_sum_bins(chances, accepted), strict=True)
     return [(float(c / n), float(k / n), int(n)) for n, c, k in rows if n]

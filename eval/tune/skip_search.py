@@ -104,7 +104,7 @@ def search_skipped_layers(
     Takes at most half the squared number of layers in passes over every text.
 
     Args:
-        target: the target.
+        target: target that drafts for itself.
         texts: prompts with the target's own greedy answers.
         prompt_lengths: prompt tokens of each text.
         costs: costs of passes; measured on the longest text by default.
@@ -206,8 +206,8 @@ def measure_pass_costs(target: Target, token_ids: list[int], num_tokens: int) ->
     """Time interleaved passes after a text, and take the fastest, as other work only adds time.
 
     Args:
-        target: the target.
-        token_ids: the text.
+        target: target that is timed.
+        token_ids: ids of the text.
         num_tokens: draft tokens of the largest verify pass.
     """
     cache = target.new_cache(1)

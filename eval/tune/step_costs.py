@@ -117,14 +117,14 @@ def measure_step_costs(
     samples counts for each kind. On a GPU they are CUDA graphs if decoding's are.
 
     Args:
-        target: the target.
+        target: target that is timed.
         drafters: new drafters for `batch_size` texts that read the same layers.
         context: tokens of every text.
         batch_size: texts per pass.
         sizes: verified tokens per text, root included; rising from 2.
 
     Returns:
-        The passes, and seconds of a draft between two passes.
+        Seconds of passes by size, and seconds of a draft of each drafter, between two passes.
     """
     cache, root = target.new_cache(batch_size), context[-1]
     taps = next(iter(drafters.values())).taps
@@ -185,7 +185,7 @@ class _TimedStep:
     """Part of a decoding step, launched as in decoding and waited for.
 
     Args:
-        run: function that returns what the host reads, without waiting.
+        run: function that launches the part and returns the tensor for the host, without waiting.
         captures: whether to use a CUDA graph.
     """
 

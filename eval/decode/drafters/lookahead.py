@@ -112,8 +112,8 @@ class Lookahead:
     """Drafts window and guesses. Waits for the device once more per step, for the answers.
 
     Args:
-        window: W columns.
-        level: N tokens of an n-gram, at least 2.
+        window: number W of columns.
+        level: number N of tokens of an n-gram, at least 2.
         num_guesses: n-grams kept and verified per first token.
     """
 

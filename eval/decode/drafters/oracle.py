@@ -23,7 +23,7 @@ class Oracle:
         texts: the target's own tokens after the prompt, per text.
         tree: shape to draft.
         rate: rate of acceptance, from 0 to 1.
-        vocab_size: V.
+        vocab_size: size V of the vocabulary.
         seed: seed of the mistakes, which otherwise depend only on text and position.
     """
 

@@ -33,7 +33,7 @@ class SelfDraft:
     """Drafts chains with some layers left out.
 
     Args:
-        target: the target; no layer may use another layer's keys and values.
+        target: target that drafts for itself; no layer may use another layer's keys and values.
         skip: decoder layers, from 0, to leave out.
         num_tokens: draft tokens, at least one.
         sampling: the target's sampling, also used for draft tokens.
@@ -103,9 +103,9 @@ class ReplayText:
     keys and values before r, and its own chain's from r on.
 
     Args:
-        target: the target.
-        token_ids: [S], prompt and answer.
-        first: first root; later tokens are roots too, n = S - first.
+        target: target that reads the text.
+        token_ids: [S] ids of prompt and answer.
+        first: place of the first root; later tokens are roots too, n = S - first.
     """
 
     def __init__(self, target: Target, token_ids: list[int], first: int) -> None:

@@ -38,8 +38,9 @@ class _Run:
     Attributes:
         token: last token of the run.
         count: number of occurrences.
-        text, end: a text with the run, and the position after it there.
-        followers: runs one token longer; None while the text holds all that is known.
+        text: a text that contains the run.
+        end: position after the run in `text`.
+        followers: runs that are one token longer; None while `text` holds everything known.
         total: number of occurrences of all followers.
         best: most frequent follower, the latest among equals.
     """
@@ -92,11 +93,11 @@ class SuffixTree:
         """Add the last token of a text.
 
         Args:
-            runs: known runs before it, the empty one first.
-            text: text, including the token.
+            runs: known runs before the token, the empty run first.
+            text: text that ends with the token.
 
         Returns:
-            The runs for the next token.
+            The known runs before the next token.
         """
         going = [self.root]
         for shorter in runs:
@@ -114,7 +115,7 @@ class SuffixDrafter:
     """Drafts chains from prompt and answer, or from earlier answers, whichever promises more.
 
     Args:
-        answers: tree shared with earlier and later drafters; gets the answers as they grow.
+        answers: tree shared with earlier and later drafters; growing answers are added to it.
         num_tokens: largest number of draft tokens.
         factor: largest number of draft tokens per token of the continued run.
         min_prob: probability below which a draft ends.
@@ -241,7 +242,7 @@ class HybridDrafter:
     """Chooses the draft with more expected accepted tokens.
 
     Args:
-        head: drafter that ranks its candidates and may skip steps.
+        head: drafter of a head, greedy, which may skip steps.
         suffix: suffix drafter for the same texts.
         expected: assumed accepted tokens of a head's draft before any are known.
     """

@@ -158,7 +158,7 @@ class BlockConfigReader:
 
     Args:
         export: the engine's files.
-        golden: sizes of the target.
+        golden: reference values, with sizes of the target.
     """
 
     def __init__(self, export: Export, golden: ReferenceLogits) -> None:
@@ -299,7 +299,7 @@ class ServedBlocks(ServedLayers):
 
     Args:
         export, golden: as in `ServedHead`.
-        shape: shape as the serving engine builds it.
+        shape: shape that the serving engine builds.
         more: shapes of further tensors of the head.
     """
 
@@ -459,7 +459,7 @@ class DFlash2Settings:
 
     Attributes:
         conv_kernel_size: taps of each convolution.
-        conv_group_size: channels that share a change of its kernel.
+        conv_group_size: channels that share a change of the kernel.
         selector_rank: rank r of the selector.
         selector_top_k: candidates of the selector.
         input_embedding_scale, output_multiplier: factors of embeddings and logits.

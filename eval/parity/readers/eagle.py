@@ -438,7 +438,7 @@ class ServedEagle(ServedLayers):
     Args:
         export, golden: as in `ServedHead`.
         conventions: conventions of the engine.
-        shape: shape as the serving engine builds it.
+        shape: shape that the serving engine builds.
         num_layers: layers of the head.
     """
 
@@ -520,8 +520,7 @@ class ServedEagle(ServedLayers):
         """Yield inputs [S, H] of the output head at depth 0, 1, ..., while every draft is accepted.
 
         Args:
-            features: [S, n * Ht] hidden states of the target, concatenated as the engine fuses
-                them.
+            features: [S, n * Ht] hidden states of the target, in the order of the fusion.
             embeds: [S + D, H] embeddings of the token after each hidden state, then of draft
                 tokens.
             position_ids: [S] int64 positions of the hidden states.

@@ -65,7 +65,7 @@ class GgufHead:
     Args:
         export: export whose config is the file's metadata.
         golden: sizes of the target.
-        arch: architecture of these heads.
+        arch: architecture that the metadata must name.
     """
 
     def __init__(self, export: Export, golden: ReferenceLogits, arch: str) -> None:
