@@ -21,12 +21,8 @@ from data.rows.data_files import check_data_paths
 from heads.folders import check_head_files, check_target_files
 
 VANILLA = "vanilla"
-
-
 BASELINES = (VANILLA, "generate")
 """Methods without drafting. Both always run, and speed-ups are over the faster one."""
-
-
 METHODS = {
     VANILLA: "the engine without drafts",
     "generate": "transformers' generate",
@@ -44,15 +40,9 @@ METHODS = {
     "self_draft.skip",
 }
 """Methods without a head, with a description or their needs."""
-
-
 OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
 """Ways of a head to draft, after the kind of head, as in `medusa_tree`."""
-
-
 CONDITIONS_FILE = "conditions.json"
-
-
 CHANGEABLE = (
     *("data", "num_turns", "max_new_tokens", "seed"),
     *("mode", "temperature", "top_p", "top_k", "min_p"),

@@ -23,32 +23,18 @@ from eval.measure.acceptance_stats import LENGTH_DEFINITIONS, MEANS
 
 Definition = tuple[str, str]
 """Definition of an acceptance length: a key of LENGTH_DEFINITIONS and one of MEANS."""
-
-
 RESULT_FILE_NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
 """Names of files that each tool writes anew for every measurement."""
-
-
 LONGEST = 10_000
 """Largest number of tokens of a pass, above any draft."""
-
-
 ROUNDING = 1e-6
 """Relative difference of a figure from its sources that rounding explains."""
-
-
 MOST = 1e15
 """Upper bound of every count; larger values are errors."""
-
-
 FIRST, ALL = "first alone", "all"
 """Turns that were asked."""
-
-
 TREES = ("static_tree", "dynamic_tree")
 """Keys of the tree's figures in an `acceptance.json`."""
-
-
 CONDITIONS = (
     "data", "turns", "sampling", "draft_tokens", "draft_sample_method", "rejection_sample_method",
     "max_new_tokens", "chat_template",

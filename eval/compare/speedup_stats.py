@@ -36,11 +36,7 @@ from heads.decoding.tree import Tree
 from heads.target_model.model import Target
 
 PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
-
-
 TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
-
-
 WAITS = ("first_token_ms", "between_tokens_ms")
 
 

@@ -34,17 +34,9 @@ from rich.table import Table
 from eval.decode.engine import Step
 
 Item = TypeVar("Item")
-
-
 Ratio = tuple[int, int]
-
-
 Interval = tuple[float, float] | None
-
-
 NUM_BOOTSTRAPS = 1000
-
-
 LENGTH_DEFINITIONS = {
     "passes": "tau: tokens per pass",
     "drafts": "1 + accepted / drafts, as vLLM",
@@ -52,12 +44,8 @@ LENGTH_DEFINITIONS = {
     "first_pass": "with its pass too, as Model-Optimizer",
 }
 """What an acceptance length counts, in words."""
-
-
 MEANS = ("pooled", "turns", "dialogues")
 """What a mean is over."""
-
-
 FEWEST = 725
 """Tokens from which a prompt's length has a name: the nearest power of two, from 1,024."""
 

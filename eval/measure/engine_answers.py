@@ -32,41 +32,23 @@ from heads.target_model.remote import RemoteTarget, load_early_layers
 
 EarlyState = Callable[[list[int]], Tensor]
 """Function from token ids to a hidden state [S, D]."""
-
-
 NUM_REQUESTS = 16
 """Documents to request from a server at a time."""
-
-
 NUM_RETRIES = 1
 """Retries of a request after a dropped connection; then other servers are asked."""
-
-
 TIMEOUT_S = 600.0
 """Timeout of a request. It is long, as some versions of vLLM crash when a request is cancelled."""
-
-
 PENALTY = "repetition_penalty"
 """The only setting of a generation config that a server takes."""
-
-
 NUM_TOKENS = 64
 """Tokens of the text whose log-probabilities are compared."""
-
-
 MOST_NATS = 0.05
 """Largest mean difference of log-probabilities that bfloat16 may cause; a wrong layer caused 0.11
 (vLLM #50815)."""
-
-
 MOST_SHARE = 0.05
 """Largest distance between states read under different conditions, as a share of their norm."""
-
-
 AT_ONCE = 8
 """Texts that the probe sends at once."""
-
-
 WORDS = {
     "longest": "more text follows",
     "again": "it is read a second time",

@@ -58,8 +58,6 @@ from heads.target_model.model import Target
 from heads.target_model.remote import RemoteTarget
 
 Item = TypeVar("Item")
-
-
 NUM_SPARE = 8
 """First questions of dialogues that are not measured, for searches."""
 

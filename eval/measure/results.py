@@ -23,16 +23,10 @@ from eval.measure.acceptance_stats import (
 
 SHORT = 8
 """Digits of a checksum to show."""
-
-
 GOLDEN = "golden.yaml"
 """Name of a file of golden lengths."""
-
-
 PLAIN = re.compile(r"[A-Za-z_][\w.-]*")
 """Words that YAML reads as text without quotes."""
-
-
 SIMULATED = (
     "SGLANG_SIMULATE_ACC_METHOD=match-expected SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token"
 )

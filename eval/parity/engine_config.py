@@ -19,8 +19,6 @@ from conf.errors import InputError
 
 MISSING = object()
 """Value of a missing key."""
-
-
 KINDS = ("default", "linear", "llama3", "yarn")
 
 

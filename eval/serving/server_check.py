@@ -26,16 +26,10 @@ from eval.measure.replay import compute_accepted_lengths, rank_candidates
 
 NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Distance in nats within which rounding may swap two logits."""
-
-
 NUM_RENDERED = 3
 """Prompts that the server renders for comparison."""
-
-
 ENOUGH = 8
 """Differing tokens from which on a repetition penalty may be named as the cause."""
-
-
 _TEMPLATE = "chat template: the server renders conversations in another way"
 
 

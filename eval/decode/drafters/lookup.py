@@ -20,16 +20,10 @@ from heads.target_model.model import FeatureLayers
 
 NUM_SUCCESSORS = 8
 """Candidates that the table of recycling keeps after a token."""
-
-
 CPU_NODES, GPU_NODES = 8, 80
 """Nodes of recycling's default tree: as many as pay on a core, and the paper's."""
-
-
 DEPTH = 6
 """Depth of recycling's tree."""
-
-
 ACCURACY = [0.6, 0.1, 0.04, 0.02, 0.015, 0.01, 0.01, 0.01]
 """Rates at which each successor was right below a right token, for a small chat model; equal at
 every depth."""

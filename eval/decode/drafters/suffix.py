@@ -26,8 +26,6 @@ from heads.target_model.model import FeatureLayers
 ACCEPTED_SHARE = 0.5
 """Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
 equal for drafts of 1 and of 20 tokens."""
-
-
 MEMORY = 0.8
 """Weight of the mean of all earlier steps against one new step."""
 
