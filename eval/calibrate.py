@@ -75,7 +75,7 @@ class ConfidenceRecorder:
         self.logits: list[list[float]] = []
 
     def propose(self, roots: Roots) -> Draft:
-        """Draft for one text."""
+        """Draft a chain for one text, and record the confidence in its tokens."""
         draft = self.drafter.propose(roots)
         if draft.confidence is None:
             raise InputError(
@@ -268,7 +268,7 @@ def main(config: CalibrateRun) -> None:
     }  # fmt: skip
     path = write_beside_head(measurement.head, CONFIDENCE_FILE, content, Path(config.out_dir))
     console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
-    # On other prompts, as these would flatter what was fitted to them.
+    # On other prompts, as the prompts of the calibration would flatter its result.
     same = collect_changed_settings(config, "head", "target")
     print_next_command("calibrate", same | prompts_for(measurement.embeddings_and_output_head.name))
 

@@ -344,7 +344,7 @@ def main(config: TreeSearchRun) -> None:
         }
         path = write_beside_head(measurement.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
-    # On other prompts, as these would flatter what was fitted to them.
+    # On other prompts, as the prompts of the search would flatter its result.
     same = collect_changed_settings(config, "head", "target")
     print_next_command(
         "tree_search", same | prompts_for(measurement.embeddings_and_output_head.name)

@@ -441,7 +441,7 @@ def _parse_text_row(value: object, name: str) -> dict[str, Any]:
 
 
 def _make_golden_row_check(draft_tokens: int) -> Callable[[object, str], None]:
-    """Make a check of a text's passes, with this many draft tokens."""
+    """Make a check of a text's passes of at most `draft_tokens` draft tokens."""
 
     def check(value: object, name: str) -> None:
         row = _parse_text_row(value, name)

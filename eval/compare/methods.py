@@ -151,7 +151,7 @@ def build_methods(
     chosen: dict[str, Callable[..., Method]],
     journal: JsonlStore,
 ) -> dict[str, Method]:
-    """Make the chosen methods, with results of searches from the journal."""
+    """Build the chosen methods, with results of searches from the journal."""
     if "skip_layers" in chosen and config.self_draft.skip is None:
         if SEARCHED not in journal.done_ids:
             journal.append([{"id": SEARCHED, **_search_layers_to_skip(measurement, config)}])
@@ -247,7 +247,7 @@ class MethodBuilder:
         make: Callable[[list[int], Store], Drafter],
         tree: Tree | None = None,
     ) -> Method:
-        """Make a method whose drafters share a store of earlier texts."""
+        """Build a method whose drafters share a store of earlier texts."""
         shared = [store()]
 
         def forget() -> None:
@@ -403,7 +403,7 @@ class MethodBuilder:
     def _build_skip_layers_method(
         self, searched: list[int] | None = None, num_tokens: int | None = None
     ) -> Method:
-        """Skip the layers of the settings, or those of a search with its draft tokens."""
+        """Build the method that skips the layers of the settings, or the layers of a search."""
         settings = self.config.self_draft
         skip = settings.skip if searched is None else searched
         assert skip is not None

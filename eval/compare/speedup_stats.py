@@ -43,7 +43,7 @@ WAITS = ("first_token_ms", "between_tokens_ms")
 def summarise_speedup(
     measurement: Measurement, config: SpeedupRun, methods: dict[str, Method], runs: list[PromptRun]
 ) -> dict[str, Any]:
-    """Make the content of `speedup.json`."""
+    """Compute the content of `speedup.json`."""
     baseline = select_baseline(methods, runs)
     return {
         "methods": {
@@ -173,7 +173,7 @@ def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]
 
 
 def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
-    """Choose the faster method without drafting: what a user would run without a head."""
+    """Choose the faster method without drafting, which a user would run without a head."""
     speeds = {
         name: compute_tokens_per_s(name, runs, "total") for name in BASELINES if name in methods
     }

@@ -309,7 +309,7 @@ class DecodingBatch:
         return begun.committed, new
 
     def _run_step(self, committed: CommittedTokens) -> tuple[CommittedTokens, NewTokens]:
-        """Draft, verify and accept; return what is committed, and new tokens by text."""
+        """Draft, verify and accept; return the committed tokens, and new tokens by text."""
         cache = committed.cache
         with self.clock.measure_part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
@@ -350,7 +350,7 @@ class DecodingBatch:
         return Prefilled(texts, drafter, last, roots, generators), new
 
     def _verify_draft(self, draft: Draft, cache: TreeCache) -> TreeOutputs:
-        """Run the target over the trees, with the logits changes of its generation config."""
+        """Run the target over the trees, and process logits as its generation config says."""
         nodes = run_verify_pass(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.processors.always:
             return nodes

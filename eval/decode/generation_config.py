@@ -154,12 +154,12 @@ class StopRules:
 
     @classmethod
     def from_target(cls, target: EmbeddingsAndOutputHead) -> "StopRules":
-        """Make the ends of a target's answers."""
+        """Read the stop rules of a target's answers."""
         ids = [] if target.ignores_stops else target.stop_ids
         return cls(ids, target.stop_strings, target.tokenizer)
 
     def has_ended(self, tokens: list[int]) -> bool:
-        """Tell whether an answer ends with its last token, not having ended before."""
+        """Tell whether an answer, which had not ended before, ends with its last token."""
         if not self.strings or tokens[-1] in self.ids:
             return tokens[-1] in self.ids
         tail = self.tokenizer.decode(
@@ -168,7 +168,7 @@ class StopRules:
         return any(text in tail for text in self.strings)
 
     def cut_after_end(self, before: list[int], tokens: list[int]) -> list[int]:
-        """Cut new tokens of an answer after the one that ends it."""
+        """Cut the new tokens of an answer after the token that ends the answer."""
         text = [*before[-self.reach :], *tokens]
         first = len(text) - len(tokens)
         for end in range(first + 1, len(text) + 1):
@@ -225,9 +225,12 @@ def apply_generation_config(
 
 
 def try_generation_config(target: EmbeddingsAndOutputHead) -> str | None:
-    """Apply a target's generation config; if drafts cannot be verified with it, plain answers.
+    """Apply a target's generation config, or plain answers if drafts cannot be verified with it.
 
-    For commands of which only a figure depends on the config. Returns a line that says so, or None.
+    For commands of which only a figure depends on the config.
+
+    Returns:
+        A line about plain answers; None if the config is applied.
     """
     try:
         apply_generation_config(target)

@@ -34,7 +34,7 @@ class _PassRecorder:
     def record_pass_start(
         self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Hook before the target's pass."""
+        """Record the start of a pass: a hook before the target's forward."""
         if self.widths:
             self.end_prompt()
             self.record_arrival()
@@ -186,7 +186,7 @@ def hf_generate(
 def _build_generation_config(
     target: Target, max_new_tokens: int, sampling: Sampling, pad: int
 ) -> GenerationConfig:
-    """Build the config of a run; what is None in it, `generate` takes from the target's config."""
+    """Build the config of a run; `generate` takes what stays None from the target's config."""
     drawn = {
         "do_sample": True,
         "temperature": sampling.temperature,

@@ -254,7 +254,7 @@ def verify(
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Accept tokens that were not sampled, so that q is 1 for each: [B, N] bool.
+    """Accept tokens that were not sampled, so that q is 1 for each token: [B, N] bool.
 
     A token x is accepted with probability p(x); rejecting it sets p(x) to 0. Using the drafter's
     own probability instead of 1 would change the distribution.

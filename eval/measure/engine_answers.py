@@ -184,9 +184,11 @@ def open_states_pool(
 def _load_early_state(
     config: TargetConfig, taps: ServerFeatureLayers
 ) -> tuple[int, EarlyState] | None:
-    """Load what computes a server's first state between layers here.
+    """Load the target's first layers, to compute a server's first state between layers here.
 
-    Returns the state's index and the function; None without such a state, or without these layers.
+    Returns:
+        Index of the state, and the function that computes the state; None if the server sends no
+            such state, or the layers cannot be loaded.
     """
     between = [index for index in taps.layers if 0 < index < taps.num_layers]
     own = load_early_layers(config, min(between)) if between else None

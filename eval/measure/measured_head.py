@@ -50,7 +50,7 @@ class MeasuredHead:
 
     @property
     def kind(self) -> str:
-        """Name of the head's kind in the names of its methods."""
+        """Return the name of the head's kind, as methods are named after it."""
         return find_kind_name(self.draft_head)
 
     @property
@@ -60,12 +60,12 @@ class MeasuredHead:
 
     @property
     def depth(self) -> int:
-        """Draft tokens of the longest path of both shapes."""
+        """Return the number of draft tokens on the longest path of both shapes."""
         return max(self.tree.depth, self.chain.depth)
 
     @property
     def max_useful_depth(self) -> int:
-        """Draft tokens of the longest useful chain."""
+        """Return the number of draft tokens of the longest useful chain."""
         return self.draft_head.max_chain_depth
 
     def make_drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
@@ -116,7 +116,7 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
 
 
 def _load_beside_head(ref: HeadRef, name: str) -> dict[str, Any]:
-    """Read a file beside a head if it was written on the same kind of device; otherwise empty.
+    """Read a file beside a head; empty if it is missing or of another kind of device.
 
     Raises:
         InputError: the file is not JSON.
@@ -170,5 +170,5 @@ def write_beside_head(
 
 
 def get_device_name() -> str:
-    """Name of the device that figures are measured on."""
+    """Return the name of the device that figures are measured on."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

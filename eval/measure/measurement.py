@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def answer_source(self) -> AnswerSource:
-        """Return what writes and reads the target's own texts."""
+        """Return the source of the target's own texts: this process or engines."""
         if self.engines is None:
             return LocalAnswerSource(self.target)
         assert isinstance(self.embeddings_and_output_head, RemoteTarget)
@@ -127,7 +127,7 @@ def open_measurement(
     writer: AnswerWriter | None = None,
     like: Measurement | None = None,
 ) -> Measurement:
-    """Open a measurement: check what is cheap to check, then load target, heads and prompts.
+    """Open a measurement: make cheap checks first, then load target, heads and prompts.
 
     Args:
         run: settings of the command.
@@ -212,7 +212,7 @@ def open_measurement(
 def _open_target(
     run: MeasureRun, heads: Sequence[MeasuredHead], may_use_engines: bool
 ) -> EmbeddingsAndOutputHead:
-    """Open the target, or its parts if engines or nothing runs its layers; prepare heads."""
+    """Open the target, or only its parts if engines or nothing runs its layers; prepare heads."""
     without_layers = may_use_engines and (bool(run.target.engine) or not heads)
     load: Callable[..., EmbeddingsAndOutputHead] = (
         RemoteTarget.from_config if without_layers else load_target

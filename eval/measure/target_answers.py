@@ -46,7 +46,7 @@ def stream_answers(
 def generate_greedy_answers(
     target: Target, prompts: Sequence[list[int]], max_new_tokens: int, show_progress: bool = True
 ) -> list[list[int]]:
-    """Make greedy answers to prompts of token ids, with a progress bar if `show_progress`."""
+    """Generate greedy answers to prompts of token ids, with a progress bar if `show_progress`."""
     texts: list[list[int]] = [[] for _ in prompts]
     ended = stream_answers(target, list(map(Request, prompts)), max_new_tokens, ANSWER_BATCH_SIZE)
     for number, ids in tqdm(

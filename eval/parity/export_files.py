@@ -53,7 +53,7 @@ class Export:
 
     @property
     def config_name(self) -> str:
-        """Name of the file that decides what is built."""
+        """Return the name of the file that decides what the serving engine builds."""
         return self.weights.name if self.weights.suffix == GGUF else "config.json"
 
 

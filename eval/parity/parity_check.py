@@ -56,7 +56,7 @@ class Reader(Protocol):
     """Module of `eval/parity/readers/`."""
 
     FORMATS: dict[str, tuple[str, ...]]
-    """Formats that it reads, by kind of head."""
+    """Formats that the module reads, by kind of head."""
 
     def build_head(self, export: Export, golden: ReferenceLogits) -> EngineHead:
         """Read the head of an export.

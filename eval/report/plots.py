@@ -369,7 +369,7 @@ def _fit_labels(figure: Any) -> None:
 
 
 def _draw_legend(figure: Any, panel: Any) -> None:
-    """Draw one panel's legend beside all panels, where inside it would cover curves."""
+    """Draw one panel's legend beside all panels, as inside a panel it would cover curves."""
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
 
 

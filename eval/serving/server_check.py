@@ -133,7 +133,7 @@ def diagnose_differences(
     max_new_tokens: int,
     tolerance: float,
 ) -> list[str]:
-    """Name the cause if a server's texts or drafts are not those of the target with the head.
+    """Name the cause if a server's texts or drafts differ from the target with the head.
 
     Args:
         server: server that wrote the texts, and is asked once more.
@@ -242,7 +242,7 @@ def format_count_differences(
 
 
 def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
-    """Index of the first prompt whose counts differ from the replay's; None if all agree."""
+    """Find the first prompt whose counts differ from the replay's; None if all agree."""
     differ = (number for number, text in enumerate(texts) if text.served != text.replayed)
     return next(differ, None)
 

@@ -82,7 +82,7 @@ def _measure_pass(
     size: int,
     words: str | None = None,
 ) -> LoadMeasurement:
-    """Run one pass; its texts come in the order of the prompts, not of the requests."""
+    """Run one pass over all prompts; the texts come in the order of the prompts."""
     nonce, asked = secrets.token_hex(8), build_sampling_fields(config)
     jobs = []
     for number in order:

@@ -56,7 +56,7 @@ class ChainSteps:
         drafted: Sequence[int],
         depth: int,
     ) -> "ChainSteps":
-        """Make steps with the logits of their chains, which may be cut by the head's window."""
+        """Build steps with the logits of their chains, which the head's window may cut."""
         filled = [[*row, *[-np.inf] * (depth - len(row))] for row in logits]
         pairs = zip(steps, drafted, strict=True)
         return cls(

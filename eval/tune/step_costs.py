@@ -164,8 +164,8 @@ def measure_step_costs(
             for size in sizes:
                 drafts[key][size].append(measure_seconds(proposals[key], target.device))
                 passes[key][size].append(measure_seconds(checks[size], target.device))
-    # Other work of the machine only adds time. The effect of a draft on a pass, however, differs
-    # between drafters and belongs to them.
+    # Other work of the machine only adds time, so the minimum counts. A draft's effect on the next
+    # pass differs between drafters, so the minimum is taken for each drafter.
     seconds = [statistics.mean(min(p[size]) for p in passes.values()) for size in (1, *sizes)]
     curve = CostCurve(get_device_name(), [1, *sizes], seconds, batch_size, len(context))
     return curve, {

@@ -151,7 +151,7 @@ class TreeRecorder:
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Let all drafters observe."""
+        """Let all drafters observe the committed tokens."""
         for drafter in self.drafters:
             drafter.observe(seen)
         self.plain.observe(seen)

@@ -194,7 +194,7 @@ def count_draftable_tokens(model: Target, length: int) -> int:
 
 
 def commit_tokens(model: Target, cache: TreeCache, rows: list[list[int]]) -> Tensor:
-    """Commit tokens, at least one per text; return [B, 1, V] logits after the last of each.
+    """Commit tokens, at least one per text; return logits [B, 1, V] after each text's last token.
 
     Tokens beyond the model's window are not read, as no token is drafted there.
     """

@@ -83,7 +83,7 @@ class _Window:
                 self.pool.add_ngram(tuple(self.tail))
 
     def draft(self, root: int) -> _Trie:
-        """Make the trie of window and guesses; `last` are the nodes of the last row."""
+        """Build the trie of window and guesses; `last` gets the nodes of the last row."""
         self.append_tokens([root])
         self.rows[0] = [root, *self.rows[0][1:]]
         trie = _Trie()
@@ -125,7 +125,7 @@ class Lookahead:
         self.windows: list[_Window] = []
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Start from the prompts, then advance the windows."""
+        """Start the windows from the prompts, then advance the windows by committed tokens."""
         self.device = seen.output.hidden_states.device
         if seen.logits is None and self.windows:
             for window, tokens in zip(self.windows, seen.token_ids, strict=True):

@@ -125,7 +125,7 @@ class _FromText:
         self.tables: list[_Table] = []
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Append tokens; a root was appended when it was proposed from."""
+        """Append committed tokens; `propose` has appended the roots already."""
         self.device = seen.output.hidden_states.device
         if not self.tables:
             self.tables = [self.table(*self.limits) for _ in seen.token_ids]

@@ -53,7 +53,7 @@ class _Run:
         self.best: _Run | None = None
 
     def add_followers(self) -> None:
-        """Make a run of the tokens that followed in its text."""
+        """Add the run that ends with the next token of `text`."""
         self.followers = {}
         if self.end < len(self.text):
             token = self.text[self.end]
@@ -61,7 +61,7 @@ class _Run:
             self.total = 1
 
     def count_follower(self, text: list[int]) -> "_Run | None":
-        """Count a text's last token as follower; return the longer run if it was known before."""
+        """Count a text's last token as follower; return the longer run if it was known already."""
         assert self.followers is not None
         token = text[-1]
         known = run = self.followers.get(token)
@@ -129,7 +129,7 @@ class SuffixDrafter:
         self.texts: list[_Text] = []
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Append tokens; a root was appended when it was proposed from."""
+        """Append committed tokens; `propose` has appended the roots already."""
         self.device = seen.output.hidden_states.device
         if not self.texts:
             self.texts = [_Text(self.answers) for _ in seen.token_ids]
