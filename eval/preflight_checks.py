@@ -206,8 +206,8 @@ def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
 def _apply_condition(config: AcceptanceRun, name: str) -> AcceptanceRun:
     words = shlex.split(name)
     for word in words:
-        key, found, _ = word.partition("=")
-        if not found:
+        key, separator, _ = word.partition("=")
+        if not separator:
             raise InputError(
                 f"conditions: {name!r}: {word!r} sets nothing; a condition is settings such as "
                 "'mode=decode temperature=1'"

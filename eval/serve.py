@@ -252,10 +252,10 @@ def print_serve_result(result: dict[str, Any], console: Console) -> None:
         console.print(
             f"1 + accepted / drafts: 95% interval {format_interval(served['per_draft_ci95'], 3)}"
         )
-        ours = {count: means["pooled"] for count, means in replayed["acceptance_length"].items()}
+        pooled = {count: means["pooled"] for count, means in replayed["acceptance_length"].items()}
         console.print(
             "replayed along the same texts, pooled: "
-            + ", ".join(f"{count} {value or 0:.3f}" for count, value in ours.items())
+            + ", ".join(f"{count} {value or 0:.3f}" for count, value in pooled.items())
         )
         console.print(
             f"{texts['num_equal_counts']} of {texts['num_texts']} texts have the counts of the "

@@ -75,16 +75,16 @@ def find_result_file(path: str) -> tuple[str, Path]:
         return given.parent.resolve().name if given.name in RESULT_FILE_NAMES else given.stem, given
     if not given.is_dir():
         return given.name, given / RESULT_FILE_NAMES[0]  # reading it will report that it is missing
-    found = [given / name for name in RESULT_FILE_NAMES if (given / name).is_file()]
-    found = found or sorted(given.glob("*.json"))
-    if len(found) != 1:
-        there = ", ".join(file.name for file in found) or "none"
+    files = [given / name for name in RESULT_FILE_NAMES if (given / name).is_file()]
+    files = files or sorted(given.glob("*.json"))
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
         raise InputError(
             f"results={given}: must hold one of {', '.join(RESULT_FILE_NAMES)} or the JSON file "
             "of vllm bench "
-            f"serve, but holds {there}; name the file"
+            f"serve, but holds {names}; name the file"
         )
-    return given.resolve().name, found[0]
+    return given.resolve().name, files[0]
 
 
 def load_reported_acceptance(file: Path) -> ReportedAcceptance:

@@ -148,8 +148,8 @@ def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     rates = []
     for d in range(1, depth + 1):
         reached = [step for step in steps if step.num_accepted >= d - 1 and step.num_left >= d]
-        kept = sum(step.num_accepted >= d for step in reached)
-        rates.append(kept / len(reached) if reached else 0.0)
+        num_accepted = sum(step.num_accepted >= d for step in reached)
+        rates.append(num_accepted / len(reached) if reached else 0.0)
     return rates
 
 

@@ -148,8 +148,8 @@ def count_thinking_tokens(prompt: Prompt, token_ids: list[int], tokenizer: Any) 
     read, written = text(prompt.token_ids[-OPENING_TOKENS:]).rstrip(), text(token_ids)
     for begin, end in prompt.thinking:
         if read.endswith(begin) or written.lstrip().startswith(begin):
-            before, found, _ = written.partition(end)
-            length = len(before + found)
+            before, tag, _ = written.partition(end)
+            length = len(before + tag)
             return bisect_left(
                 range(len(token_ids)), length, key=lambda n: len(text(token_ids[:n]))
             )

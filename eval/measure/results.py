@@ -185,7 +185,7 @@ def build_vllm_metrics(text: Mapping[str, Any], draft_tokens: int) -> dict[str, 
     """
     sizes = text["drafted"] or [draft_tokens] * len(text["accepted"])
     steps = [pair for pair in zip(text["accepted"], sizes, strict=True) if pair[1]]
-    accepted, drafted = [kept for kept, _ in steps], [size for _, size in steps]
+    accepted, drafted = [num for num, _ in steps], [size for _, size in steps]
     proposed = sum(drafted)
     return {
         "mean_acceptance_length": compute_mean_acceptance_length([text]) or 1.0,

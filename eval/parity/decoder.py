@@ -204,7 +204,7 @@ class ServedLayers(ServedHead):
         if offsets is None:
             return draft_ids
 
-        def problem(ids: Tensor) -> str | None:
+        def find_fault(ids: Tensor) -> str | None:
             if ids.min() < 0 or ids.max() >= self.shape.vocab_size:
                 return f"leads to ids of {int(ids.min())}..{int(ids.max())}"
             if len(ids.unique()) != len(ids):
@@ -214,11 +214,11 @@ class ServedLayers(ServedHead):
             return None
 
         ids = draft_ids + offsets.long()
-        if (found := problem(ids)) is None:
+        if (fault := find_fault(ids)) is None:
             return ids
-        if problem(offsets.long()) is None:
-            found += ": it holds target ids"
-        raise self.make_error("d2t", found, "offsets: target id minus draft id")
+        if find_fault(offsets.long()) is None:
+            fault += ": it holds target ids"
+        raise self.make_error("d2t", fault, "offsets: target id minus draft id")
 
     def select_reference_ids(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
         """Select logits [N, R] of the reference ids; -inf outside the draft vocabulary."""

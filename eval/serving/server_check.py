@@ -116,11 +116,11 @@ def replay_server_text(
     gaps = (best - logits.gather(1, server_ids[:, None])[:, 0]).tolist()
     near = NEAR_TIES.get(target.dtype, NEAR_TIES[torch.bfloat16])
     others, seen = list[DifferingToken](), {*prompt}
-    for place, (ours, theirs, gap) in enumerate(zip(ids.tolist(), text, gaps, strict=True)):
+    for place, (target_id, server_id, gap) in enumerate(zip(ids.tolist(), text, gaps, strict=True)):
         if gap > near:
-            avoids = ours in seen and theirs not in seen
-            others.append(DifferingToken(number, place, ours, theirs, gap, avoids))
-        seen.add(theirs)
+            avoids = target_id in seen and server_id not in seen
+            others.append(DifferingToken(number, place, target_id, server_id, gap, avoids))
+        seen.add(server_id)
     near_ties = sum(0 < gap <= near for gap in gaps)
     return CheckedText(served, replayed, others, near_ties)
 
@@ -169,21 +169,21 @@ def _format_other_texts(
     server: ServingEngine, others: list[DifferingToken], num_tokens: int, target: str, drawn: bool
 ) -> str:
     first = others[0]
-    found = (
+    facts = (
         f"{len(others)} of {num_tokens} tokens are not those that {target} chooses, first prompt "
         f"{first.prompt} at token {first.token}: {first.ours} here, {first.engine} by the server, "
         f"{first.gap:.2f} nats below"
     )
     if drawn:
-        return f"sampling: {found}; asked again, the server answers otherwise: it draws its tokens"
+        return f"sampling: {facts}; asked again, the server answers otherwise: it draws its tokens"
     if len(others) >= ENOUGH and all(other.avoids for other in others):
         return (
-            f"sampling: {found}; it avoids only tokens that the text already has: it penalises "
+            f"sampling: {facts}; it avoids only tokens that the text already has: it penalises "
             "repetition"
         )
     adapters = f"; it lists the adapters {', '.join(server.adapters)}" if server.adapters else ""
     return (
-        f"target: {found}: {server.model} is another model than target.path, or an adapter or a "
+        f"target: {facts}: {server.model} is another model than target.path, or an adapter or a "
         f"quantisation of it{adapters}"
     )
 
@@ -197,23 +197,26 @@ def compare_chat_template(
         The difference, or None; and the number of prompts compared, 0 if the server renders no
         conversations.
     """
-    some = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
-    for number, prompt in enumerate(some):
+    rendered = [prompt for prompt in prompts if prompt.messages][:NUM_RENDERED]
+    for number, prompt in enumerate(rendered):
         try:
-            theirs = server.render_prompt(prompt.messages, prompt.tools, prompt.template_kwargs)
+            server_ids = server.render_prompt(prompt.messages, prompt.tools, prompt.template_kwargs)
         except InputError:  # chats are refused; prompts of token ids may do
             return None, number
-        ours = prompt.token_ids
-        if isinstance(theirs, int):
-            if theirs != len(ours):
-                found = f"{theirs} tokens by the server, {len(ours)} here"
-                return f"{_TEMPLATE}: {prompt.location} has {found}", number + 1
-        elif theirs != ours:
-            place = count_common_prefix(theirs, ours)
-            ids = [str(text[place]) if place < len(text) else "the end" for text in (theirs, ours)]
-            found = f"token {place} is {ids[0]} by the server, {ids[1]} here"
-            return f"{_TEMPLATE}: in {prompt.location} {found}", number + 1
-    return None, len(some)
+        own_ids = prompt.token_ids
+        if isinstance(server_ids, int):
+            if server_ids != len(own_ids):
+                difference = f"{server_ids} tokens by the server, {len(own_ids)} here"
+                return f"{_TEMPLATE}: {prompt.location} has {difference}", number + 1
+        elif server_ids != own_ids:
+            place = count_common_prefix(server_ids, own_ids)
+            ids = [
+                str(text[place]) if place < len(text) else "the end"
+                for text in (server_ids, own_ids)
+            ]
+            difference = f"token {place} is {ids[0]} by the server, {ids[1]} here"
+            return f"{_TEMPLATE}: in {prompt.location} {difference}", number + 1
+    return None, len(rendered)
 
 
 def format_count_differences(
@@ -226,13 +229,13 @@ def format_count_differences(
         depth: draft tokens of a pass.
         tolerance: allowed difference of two sums, as a share of the greater.
     """
-    theirs = DraftCounts.from_texts([text.served for text in texts], depth)
-    ours = DraftCounts.from_texts([text.replayed for text in texts], depth)
+    served = DraftCounts.from_texts([text.served for text in texts], depth)
+    replayed = DraftCounts.from_texts([text.replayed for text in texts], depth)
     counts = {
-        "drafts": (ours.drafts, theirs.drafts),
-        "draft tokens": (ours.proposed, theirs.proposed),
+        "drafts": (replayed.drafts, served.drafts),
+        "draft tokens": (replayed.proposed, served.proposed),
     }
-    for place, pair in enumerate(zip(ours.accepted, theirs.accepted, strict=True), start=1):
+    for place, pair in enumerate(zip(replayed.accepted, served.accepted, strict=True), start=1):
         counts[f"accepted at depth {place}"] = pair
     return [
         f"{name}: {a} by replay, {b} by the server"

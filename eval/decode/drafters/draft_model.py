@@ -226,11 +226,11 @@ def has_same_tokenizer(target: Target, draft: Target) -> bool:
 
     Additional tokens of one model are allowed if the other does not use their ids.
     """
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    names = {index: token for token, index in theirs.items()}
+    target_vocab, draft_vocab = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    names = {index: token for token, index in draft_vocab.items()}
     return all(
-        theirs.get(token, index) == index and names.get(index, token) == token
-        for token, index in ours.items()
+        draft_vocab.get(token, index) == index and names.get(index, token) == token
+        for token, index in target_vocab.items()
     )
 
 
