@@ -24,8 +24,7 @@ from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import NoDraft, decode
 from eval.decode.generation_config import apply_generation_config
-from eval.measure import acceptance_stats as stats
-from eval.measure import replay
+from eval.measure import acceptance_stats, replay
 from heads import kinds
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
@@ -35,9 +34,8 @@ from heads.target_model import load
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
-from train.batch import data_loader as schedule
 from train.batch.batch import NOISE_SEEDS, Batch
-from train.batch.data_loader import batch_to_device
+from train.batch.data_loader import batch_to_device, hash_seed
 from train.loop.command import TrainingCommand
 from train.loop.evaluation import compute_metrics
 from train.objective import Objective
@@ -149,17 +147,17 @@ def generate(
         temperature: 0 is greedy.
         seed: of everything that sampling draws.
     """
-    ids = _prompt_ids(target, prompt)
+    ids = _encode_prompt(target, prompt)
     sampling = Sampling(temperature)
     drafter = (
         NoDraft()
         if head is None
         else head.make_drafter(head.make_default_shape(), sampling, [seed])
     )
-    found = decode(target, drafter, ids, max_new_tokens, sampling, seed)
-    text = target.tokenizer.decode(found.token_ids, skip_special_tokens=True)
-    tau = stats.tau([stats.PromptSteps("", found.steps)])
-    return Answer(text, ids, found.token_ids, tau)
+    generation = decode(target, drafter, ids, max_new_tokens, sampling, seed)
+    text = target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    tau = acceptance_stats.tau([acceptance_stats.PromptSteps("", generation.steps)])
+    return Answer(text, ids, generation.token_ids, tau)
 
 
 def acceptance(
@@ -184,9 +182,9 @@ def acceptance(
     if isinstance(response, str):
         response = list(target.tokenizer(response, add_special_tokens=False)["input_ids"])
     tree = Tree.make_chain(depth or head.default_depth)
-    steps = replay.replay_response(target, head, tree, _prompt_ids(target, prompt), response)
-    text = [stats.PromptSteps("", steps)]
-    return Acceptance(stats.tau(text), stats.alpha(text, tree.depth))
+    steps = replay.replay_response(target, head, tree, _encode_prompt(target, prompt), response)
+    text = [acceptance_stats.PromptSteps("", steps)]
+    return Acceptance(acceptance_stats.tau(text), acceptance_stats.alpha(text, tree.depth))
 
 
 def training_objective(
@@ -254,7 +252,7 @@ def training_step(
     if document_ids is None:
         document_ids = torch.zeros_like(input_ids)
     _check_step(objective, input_ids, loss_mask, states, document_ids)
-    seeds = tuple(schedule.hash_seed(0, seed, row) for row in range(len(input_ids)))
+    seeds = tuple(hash_seed(0, seed, row) for row in range(len(input_ids)))
     batch = {
         "input_ids": input_ids, "loss_mask": loss_mask.bool(), "document_ids": document_ids,
         "position_ids": _compute_position_ids(document_ids),
@@ -263,7 +261,7 @@ def training_step(
         {**batch_to_device(batch, torch.device("cpu")), NOISE_SEEDS: seeds}
     )
     counts = objective.compute_divisors(indexed).clamp_min(1)
-    ready = _with_states(objective, batch_to_device(indexed, objective.target.device), states)
+    ready = _add_given_states(objective, batch_to_device(indexed, objective.target.device), states)
     sums = objective(ready, (objective.term_weights / counts).to(objective.target.device))
     named = compute_metrics("train", sums.terms.detach(), objective.term_weights, objective)
     return StepLoss(sums.total, {n.removeprefix("train/"): value for n, value in named.items()})
@@ -308,7 +306,7 @@ def engine_tensors(
     }
 
 
-def _prompt_ids(target: Target, prompt: str | Messages | list[int]) -> list[int]:
+def _encode_prompt(target: Target, prompt: str | Messages | list[int]) -> list[int]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if prompt and isinstance(prompt[0], dict):
@@ -373,7 +371,7 @@ def _check_step(
             )
 
 
-def _with_states(objective: Objective, batch: Batch, states: TargetOutput | None) -> Batch:
+def _add_given_states(objective: Objective, batch: Batch, states: TargetOutput | None) -> Batch:
     if states is None:
         return objective.prepare_batch(batch)
     target = objective.target

@@ -26,11 +26,11 @@ class DFlashObjective(BlockObjective):
     """Loss of blocks whose slots draft independently."""
 
     def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Make students of the slots' rows, through the output head alone."""
-        unrolled: StepTargets = batch[STEP_TARGETS]
-        rows = self.select_supervised_rows(outputs, unrolled)
+        """Build students of the supervised slots, through the output head alone."""
+        step_targets: StepTargets = batch[STEP_TARGETS]
+        rows = self.select_supervised_rows(outputs, step_targets)
         return Student(
-            rows, self.head.make_projection(), unrolled.matched_rows.teacher_rows, scales
+            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales
         )
 
 

@@ -34,48 +34,54 @@ class DFlash2Objective(BlockObjective):
     config: DFlash2Config
 
     def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Make students of the slots' rows, through the output head alone."""
-        unrolled: StepTargets = batch[STEP_TARGETS]
-        rows = self.select_supervised_rows(outputs, unrolled)
+        """Build students of the supervised slots, through the output head alone."""
+        step_targets: StepTargets = batch[STEP_TARGETS]
+        rows = self.select_supervised_rows(outputs, step_targets)
         return Student(
-            rows, self.head.make_projection(), unrolled.matched_rows.teacher_rows, scales
+            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales
         )
 
-    def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Bytes that the convolutions and the selector keep.
+    def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
+        """Estimate the bytes that the convolutions and the selector keep.
 
         Each block keeps 2 t R + t (t - 1) / 2 rows of width H in each of the four mixtures of a
         layer, for t taps and R rows. Each draft token keeps its candidates' rows and its own.
         """
         config = self.head.config
         taps, hidden = config.conv_kernel_size, config.llama.hidden_size
-        a_block = 2 * taps * config.block_size + taps * (taps - 1) // 2
-        mixed = 4 * len(self.head.layers) * a_block * hidden
-        chosen = config.num_draft_tokens * (config.selector_top_k + 2) * config.selector_rank
-        return blocks * itemsize * (mixed + chosen)
+        block_rows = 2 * taps * config.block_size + taps * (taps - 1) // 2
+        mixed_numbers = 4 * len(self.head.layers) * block_rows * hidden
+        candidate_numbers = (
+            config.num_draft_tokens * (config.selector_top_k + 2) * config.selector_rank
+        )
+        return blocks * itemsize * (mixed_numbers + candidate_numbers)
 
-    def compute_extra_loss(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
-        """[M] selector's cross-entropy of each learnt row among the slot's candidates."""
-        del found
-        unrolled: StepTargets = batch[STEP_TARGETS]
-        rows, labels = self.select_supervised_rows(outputs, unrolled), gather_labels(batch)
-        before = batch["input_ids"].flatten()[self._find_previous_places(unrolled)]
+    def compute_extra_loss(
+        self, outputs: Tensor, batch: Batch, row_values: Tensor
+    ) -> Tensor | None:
+        """Compute the selector's cross-entropy [M] of each supervised row among its candidates."""
+        del row_values
+        step_targets: StepTargets = batch[STEP_TARGETS]
+        rows, labels = self.select_supervised_rows(outputs, step_targets), gather_labels(batch)
+        previous_tokens = batch["input_ids"].flatten()[self._find_previous_tokens(step_targets)]
         values, candidates = self._select_candidates(rows.detach())
-        hit = candidates == labels[unrolled.matched_rows.teacher_rows.device].unsqueeze(1)
-        scores = values + self.head.candidate_selector(rows, before, candidates)
-        loss = F.cross_entropy(scores.float(), hit.int().argmax(1), reduction="none")
+        is_label = candidates == labels[step_targets.matched_rows.teacher_rows.device].unsqueeze(1)
+        scores = values + self.head.candidate_selector(rows, previous_tokens, candidates)
+        loss = F.cross_entropy(scores.float(), is_label.int().argmax(1), reduction="none")
         # The selector cannot choose a label outside the candidates.
-        return self.config.selector_weight * loss.where(hit.any(1), 0.0)
+        return self.config.selector_weight * loss.where(is_label.any(1), 0.0)
 
     @staticmethod
-    def _find_previous_places(unrolled: StepTargets) -> Tensor:
-        """[M] int64 places directly before the drafted tokens."""
-        anchors = unrolled.anchors[unrolled.matched_rows.output_indices % len(unrolled.anchors)]
-        return anchors + 1 + unrolled.row_steps
+    def _find_previous_tokens(step_targets: StepTargets) -> Tensor:
+        """Find the [M] int64 tokens, by index, directly before the drafted tokens."""
+        anchors = step_targets.anchors[
+            step_targets.matched_rows.output_indices % len(step_targets.anchors)
+        ]
+        return anchors + 1 + step_targets.row_steps
 
     @torch.no_grad()
     def _select_candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and ids [M, k] of the likeliest tokens of rows [M, H]."""
+        """Select the likeliest tokens of rows [M, H]: their logits and ids, both [M, k]."""
         k = min(self.head.config.selector_top_k, len(self.head.vocab.ids))
         parts = [self.head.compute_logits(part).topk(k) for part in rows.split(ROWS_PER_CHUNK)]
         values, ids = (torch.cat(each) for each in zip(*parts, strict=True))

@@ -21,8 +21,7 @@ from conf.settings.blocks import DSparkConfig, Markov
 from heads.blocks.dspark import DSparkHead
 from train.batch.batch import STEP_TARGETS, Batch, StepTargets
 from train.block_objective import BlockObjective
-from train.loop import command
-from train.loop import memory as sizes
+from train.loop import command, memory
 from train.loss.fused_linear import LowRank, Student
 
 
@@ -33,46 +32,52 @@ class DSparkObjective(BlockObjective):
     config: DSparkConfig
 
     def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Make students through the output head, with the Markov head's logits added."""
-        unrolled: StepTargets = batch[STEP_TARGETS]
-        told = self.head.compute_markov_states(outputs, self._gather_previous_tokens(batch))
-        rows, heard = (self.select_supervised_rows(each, unrolled) for each in (outputs, told))
-        added = LowRank(heard, self.head.markov_head.markov_w2.weight)
+        """Build students of the supervised slots, with the Markov head's logits added."""
+        step_targets: StepTargets = batch[STEP_TARGETS]
+        markov_states = self.head.compute_markov_states(
+            outputs, self._gather_previous_tokens(batch)
+        )
+        rows, markov_rows = (
+            self.select_supervised_rows(each, step_targets) for each in (outputs, markov_states)
+        )
+        added = LowRank(markov_rows, self.head.markov_head.markov_w2.weight)
         return Student(
-            rows, self.head.make_projection(), unrolled.matched_rows.teacher_rows, scales, added
+            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales, added
         )
 
-    def kept_beside(self, blocks: int, itemsize: int) -> int:
-        """Bytes of the Markov states, of their inputs and of the confidence's.
+    def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
+        """Estimate the bytes of the Markov states, of their inputs and of the confidence's inputs.
 
-        Per draft token: H + 3 r numbers with a gate, H + 7 r with a recurrent state.
+        Per draft token: H + 3 r numbers with a gate, H + 7 r with a recurrent state, for rank r.
         """
         config = self.head.config
         hidden, rank = config.llama.hidden_size, config.markov_rank
         made = {Markov.vanilla: 0, Markov.gated: hidden + 3 * rank, Markov.rnn: hidden + 7 * rank}
         confident = hidden + rank * config.confidence_with_markov if config.confidence else 0
         a_draft = (
-            itemsize * (made[config.markov_head_type] + 3 * rank) + sizes.FLOAT32_BYTES * confident
+            itemsize * (made[config.markov_head_type] + 3 * rank) + memory.FLOAT32_BYTES * confident
         )
         return blocks * config.num_draft_tokens * a_draft
 
     def _gather_previous_tokens(self, batch: Batch) -> Tensor:
-        """[A, D] int64 tokens directly before the drafted ones."""
+        """Gather the [A, D] int64 tokens directly before the drafted tokens."""
         ids, anchors = batch["input_ids"].flatten(), batch[STEP_TARGETS].anchors
         slots = torch.arange(len(self.term_weights), device=ids.device)
-        # Nothing is learnt after the end of the text.
+        # Nothing is supervised after the end of the text.
         return ids[(anchors.unsqueeze(1) + 1 + slots).clamp_max(len(ids) - 1)]
 
-    def compute_extra_loss(self, outputs: Tensor, batch: Batch, found: Tensor) -> Tensor | None:
-        """[M] cross-entropy of each learnt row's confidence against alpha."""
+    def compute_extra_loss(
+        self, outputs: Tensor, batch: Batch, row_values: Tensor
+    ) -> Tensor | None:
+        """Compute the [M] cross-entropy of each supervised row's confidence against alpha."""
         if self.head.confidence_head is None or not self.config.confidence_weight:
-            return super().compute_extra_loss(outputs, batch, found)
-        said = self.select_supervised_rows(
+            return super().compute_extra_loss(outputs, batch, row_values)
+        confidence = self.select_supervised_rows(
             self.head.compute_confidence(outputs, self._gather_previous_tokens(batch)),
             batch[STEP_TARGETS],
         )
-        alpha = found[2].clamp(0, 1)
-        loss = F.binary_cross_entropy_with_logits(said, alpha, reduction="none")
+        alpha = row_values[2].clamp(0, 1)
+        loss = F.binary_cross_entropy_with_logits(confidence, alpha, reduction="none")
         return self.config.confidence_weight * loss
 
 

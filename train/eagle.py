@@ -45,8 +45,7 @@ from train.batch.batch import (
     collect_states,
     gather_labels,
 )
-from train.loop import command
-from train.loop import memory as sizes
+from train.loop import command, memory
 from train.loss.divergences import (
     LossGrad,
     Softmax,
@@ -65,89 +64,19 @@ from train.loss.fused_linear import (
 )
 from train.loss.teachers import HiddenTeacher, TextTeacher, TopKTeacher
 from train.objective import DIVISORS, DRAFT_METRICS, LaunchSpec, MemoryEstimate, Objective
-from train.parallel import checkpoint as resume
-
-
-def compute_step_weights(config: UnrolledConfig) -> Tensor:
-    """[J] float32 weights decay ** j for j = 0..J-1, divided by their sum for a mean."""
-    weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
-    return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
-
-
-def compute_eagle_loss(
-    criterion: "EagleCriterion", steps: Student, learnt: Tensor, batch: Batch, teacher: Teacher
-) -> LossSums:
-    """Sum the losses of all steps of a batch.
-
-    Args:
-        criterion: weights and formulas.
-        steps: the learnt rows in the order of the answers, scaled by step.
-        learnt: [M, H] outputs of these rows before the last norm.
-        batch: an indexed batch, with `hidden_states` [B, T, H] for the regression loss.
-        teacher: the target's distributions after its P answered places.
-
-    Returns:
-        `terms` with `MEASURES`. Tokens whose likeliest continuation is outside the draft vocabulary
-        add nothing to the loss.
-    """
-    total, (values,) = compute_fused_loss([steps], teacher, criterion, criterion.compiled)
-    weight = criterion.config.regression_weight
-    if weight:
-        wanted = (
-            batch[HIDDEN_STATES]
-            .flatten(0, 1)[batch[SUPERVISION].token_indices[steps.teacher_rows.device]]
-            .float()
-        )
-        near = weight * F.smooth_l1_loss(learnt.float(), wanted, reduction="none").mean(-1)
-        total = total + (near * steps.scales[:]).sum()
-        values[0] += near.detach()
-    return LossSums(total, sum_steps(values, steps, batch[STEP_TARGETS]))
-
-
-class EagleCriterion:
-    """Weighted divergence and top-k loss of a row, compiled on first use if asked for."""
-
-    num_metrics = len(DRAFT_METRICS)
-
-    def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
-        self.config, self.vocab, self.compiled = config, vocab, compiled
-
-    def __call__(
-        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
-    ) -> RowLosses:
-        """See `train.loss.fused_linear.Criterion`; with a text loss, of a `TextTeacher`'s chunk."""
-        config, columns = self.config, None
-        if config.text_weight:
-            labels, chunk = chunk
-            columns = self.vocab.to_draft_ids(labels[chunk_rows])
-        best = chunk.top1_ids[chunk_rows]
-        top1 = is_top1_match(self.vocab, student, best)
-        pair = chunk.pair_with(chunk_rows, student)
-        alpha = torch.minimum(pair.p, pair.q).sum(-1)
-        terms: list[LossGrad] = []
-        if config.divergence_weight:
-            of_target = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
-            terms.append(of_target.scale(config.divergence_weight))
-        if config.top_k_weight:
-            terms.append(
-                top_k_cross_entropy(pair, config.top_k, needs_grad).scale(config.top_k_weight)
-            )
-        if not terms:  # only the regression loss is trained
-            terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
-        losses = reduce(LossGrad.add, terms)
-        if not self.vocab.is_full:
-            losses = losses.mask_rows(self.vocab.to_draft_ids(best) >= 0)
-        if columns is not None:
-            losses = (
-                text_cross_entropy(student, columns, needs_grad)
-                .scale(config.text_weight)
-                .add(losses)
-            )
-        return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
+from train.parallel.checkpoint import collect_resume_settings
 
 
 class EagleObjective(Objective):
-    """Loss of EAGLE's training-time test on a batch."""
+    """Loss of EAGLE's training-time test: divergence from the target, features, top tokens.
+
+    Step d (from 1) of the training-time test predicts x_{t+1+d} from token t. Like Medusa's head d,
+    it is compared with the target's prediction at t + d. Sums are over supervised tokens, as in
+    `train.loss.fused_linear`.
+
+    Letters: B sequences, T tokens, N anchors, M supervised rows of all steps, P rows of the
+    teacher, H hidden, V vocabulary, W draft vocabulary, J steps, L metrics.
+    """
 
     metric_names = DRAFT_METRICS
 
@@ -159,7 +88,7 @@ class EagleObjective(Objective):
         self.term_weights = compute_step_weights(config)
         self.criterion = EagleCriterion(config, head.vocab)
         self.loss_logits_per_token = len(self.term_weights) * len(head.vocab.ids)
-        self.resume_settings = resume.collect_resume_settings("head", config)
+        self.resume_settings = collect_resume_settings("head", config)
         if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
             ids = head.vocab.ids.cpu().numpy().tobytes()
             self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
@@ -168,7 +97,7 @@ class EagleObjective(Objective):
         self.description = self._describe_head()
 
     def _prepare_saved_head(self) -> None:
-        """Set up a saved head to train as the settings say.
+        """Check that a saved head has the recipe's form, and set which parameters it trains.
 
         Raises:
             InputError: the head has another form than the recipe.
@@ -186,12 +115,12 @@ class EagleObjective(Objective):
         return f"{self.head.variant}, {self.config.num_steps} steps"
 
     def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """Estimate the bytes of training, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per token: 4 I e in the MLP; 2 Q e and 6 K e in the attention (width Q of queries, K of keys
-            and of values); 33 bytes of width H in bfloat16 and float32: inputs of three
-            projections, float32 norms, residual stream. The text adds the input of `fc` before and
-            after its cast, and the layer's float32 input, 2 H, while steps are made.
+        and of values); 33 bytes of width H in bfloat16 and float32: inputs of three projections,
+        float32 norms, residual stream. The text adds the input of `fc` before and after its cast,
+        and the layer's float32 input, 2 H, while steps are made.
         """
         head, num_steps = self.head, len(self.term_weights)
         llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
@@ -199,17 +128,20 @@ class EagleObjective(Objective):
         attention = head.layer.self_attn
         query, keys = attention.q_proj.out_features, attention.k_proj.out_features
         a_step = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
-        text = (sizes.FLOAT32_BYTES + e) * head.fc.in_features + sizes.FLOAT32_BYTES * 2 * hidden
+        text = (memory.FLOAT32_BYTES + e) * head.fc.in_features + memory.FLOAT32_BYTES * 2 * hidden
         kept = tokens * (num_steps * a_step + text)
-        grads = sizes.FLOAT32_BYTES * num_steps * tokens * hidden
+        grads = memory.FLOAT32_BYTES * num_steps * tokens * hidden
         students = num_steps * tokens
         one = head.make_projection().weight.shape[0], hidden
         loss = (
             grads
-            + sizes.estimate_loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
-            + sizes.teacher_bytes(setting, tokens, self.target, one[0])
+            + memory.estimate_loss_bytes(setting, students, one, memory.PIECES_OF_TEACHER)
+            + memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
         )
-        copies, backward = sizes.copied_bytes(head, setting), 2 * grads + 3 * tokens * inner * e
+        copies, backward = (
+            memory.estimate_copied_bytes(head, setting),
+            2 * grads + 3 * tokens * inner * e,
+        )
         return MemoryEstimate(copies, kept, loss, backward)
 
     def index_batch(self, batch: Batch) -> Batch:
@@ -230,51 +162,51 @@ class EagleObjective(Objective):
             steps = self._iter_step_outputs(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
         with record_function("loss"):
-            learnt = torch.cat(outputs).index_select(
+            supervised = torch.cat(outputs).index_select(
                 0, batch[STEP_TARGETS].matched_rows.output_indices
             )
-            part, teacher = self._pair_with_teacher(learnt, batch, scale)
+            student, teacher = self._pair_with_teacher(supervised, batch, scale)
             if self.config.text_weight:
                 teacher = TextTeacher(gather_labels(batch), teacher)
-            return compute_eagle_loss(self.criterion, part, learnt, batch, teacher)
+            return compute_eagle_loss(self.criterion, student, supervised, batch, teacher)
 
     def _pair_with_teacher(
-        self, learnt: Tensor, batch: Batch, scale: Tensor
+        self, supervised: Tensor, batch: Batch, scale: Tensor
     ) -> tuple[Student, Teacher]:
-        """Pair the learnt rows [M, H] as students with the target as teacher."""
-        unrolled: StepTargets = batch[STEP_TARGETS]
-        scales = scale[unrolled.row_steps]
-        part = Student(
-            self.head.apply_final_norm(learnt),
+        """Pair the supervised rows [M, H] as students with the target as teacher."""
+        step_targets: StepTargets = batch[STEP_TARGETS]
+        scales = scale[step_targets.row_steps]
+        student = Student(
+            self.head.apply_final_norm(supervised),
             self.head.make_projection(),
-            unrolled.matched_rows.teacher_rows,
+            step_targets.matched_rows.teacher_rows,
             scales,
         )
-        return part, self._build_teacher(batch)
+        return student, self._build_teacher(batch)
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
-        """[N, H] outputs of each step at the drafting tokens, all sequences flattened."""
+        """Yield the outputs [N, H] of each step at the anchors, all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         features = self._add_noise(
             head.collect_features(collect_states(batch)).flatten(0, 1), batch
         )
         positions = batch["position_ids"].flatten()
         text = head.encode_context(head.fuse(features), ids.roll(-1), positions)
-        drafts = batch[STEP_TARGETS].anchors
-        seen = build_causal_range(batch[DOCUMENTS], drafts)
-        branches = BranchCache(text.keys[None], text.values[None], seen)
+        anchors = batch[STEP_TARGETS].anchors
+        causal_range = build_causal_range(batch[DOCUMENTS], anchors)
+        branches = BranchCache(text.keys[None], text.values[None], causal_range)
         config = self.config
-        return head.unroll(text, ids, drafts, branches, config.detach_features, config.own_tokens)
+        return head.unroll(text, ids, anchors, branches, config.detach_features, config.own_tokens)
 
     def _build_teacher(self, batch: Batch) -> Teacher:
-        """The target's distributions after the answered places."""
-        vocab, places = self.head.vocab, batch[SUPERVISION].token_indices
+        """Build the target's distributions, from its hidden states or from stored top-k ids."""
+        vocab, indices = self.head.vocab, batch[SUPERVISION].token_indices
         temperature = self.distillation_temperature(self.config.teacher_temperature)
         if TEACHER_IDS in batch:
             names = (TEACHER_IDS, TEACHER_LOG_PROBS)
-            ids, log_probs = (batch[name].flatten(0, 1)[places] for name in names)
+            ids, log_probs = (batch[name].flatten(0, 1)[indices] for name in names)
             return TopKTeacher(vocab, ids, log_probs, temperature)
-        states = batch[HIDDEN_STATES].flatten(0, 1)[places]
+        states = batch[HIDDEN_STATES].flatten(0, 1)[indices]
         return HiddenTeacher(self.target, vocab, states, temperature)
 
     def _add_noise(self, features: Tensor, batch: Batch) -> Tensor:
@@ -294,6 +226,89 @@ class EagleObjective(Objective):
         lengths = lengths.repeat_interleave(lengths, output_size=len(features)).unsqueeze(1)
         width = self.config.noise * 512 / lengths
         return features + ((torch.cat(draws) - 0.5) * width).to(features)
+
+
+def compute_eagle_loss(
+    criterion: "EagleCriterion", steps: Student, outputs: Tensor, batch: Batch, teacher: Teacher
+) -> LossSums:
+    """Sum the losses of all steps of a batch.
+
+    Args:
+        criterion: weights and formulas.
+        steps: the supervised rows sorted by teacher row, scaled by step.
+        outputs: [M, H] outputs of these rows before the last norm.
+        batch: an indexed batch, with `hidden_states` [B, T, H] for the regression loss.
+        teacher: the target's distributions, P rows.
+
+    Returns:
+        Sums with `DRAFT_METRICS`. Tokens whose likeliest continuation is outside the draft
+        vocabulary add nothing to the loss.
+    """
+    total, (values,) = compute_fused_loss([steps], teacher, criterion, criterion.compiled)
+    weight = criterion.config.regression_weight
+    if weight:
+        target_states = (
+            batch[HIDDEN_STATES]
+            .flatten(0, 1)[batch[SUPERVISION].token_indices[steps.teacher_rows.device]]
+            .float()
+        )
+        regression = weight * F.smooth_l1_loss(
+            outputs.float(), target_states, reduction="none"
+        ).mean(-1)
+        total = total + (regression * steps.scales[:]).sum()
+        values[0] += regression.detach()
+    return LossSums(total, sum_steps(values, steps, batch[STEP_TARGETS]))
+
+
+class EagleCriterion:
+    """Weighted divergence and top-k loss of a row, compiled on first use if asked for."""
+
+    num_metrics = len(DRAFT_METRICS)
+
+    def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
+        self.config, self.vocab, self.compiled = config, vocab, compiled
+
+    def __call__(
+        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
+    ) -> RowLosses:
+        """Compare rows with the teacher, see `train.loss.fused_linear.Criterion`.
+
+        With a text loss, `chunk` is of a `TextTeacher`.
+        """
+        config, columns = self.config, None
+        if config.text_weight:
+            labels, chunk = chunk
+            columns = self.vocab.to_draft_ids(labels[chunk_rows])
+        top1_ids = chunk.top1_ids[chunk_rows]
+        top1 = is_top1_match(self.vocab, student, top1_ids)
+        pair = chunk.pair_with(chunk_rows, student)
+        alpha = torch.minimum(pair.p, pair.q).sum(-1)
+        terms: list[LossGrad] = []
+        if config.divergence_weight:
+            divergence = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
+            terms.append(divergence.scale(config.divergence_weight))
+        if config.top_k_weight:
+            terms.append(
+                top_k_cross_entropy(pair, config.top_k, needs_grad).scale(config.top_k_weight)
+            )
+        if not terms:  # only the regression loss is trained
+            terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
+        losses = reduce(LossGrad.add, terms)
+        if not self.vocab.is_full:
+            losses = losses.mask_rows(self.vocab.to_draft_ids(top1_ids) >= 0)
+        if columns is not None:
+            losses = (
+                text_cross_entropy(student, columns, needs_grad)
+                .scale(config.text_weight)
+                .add(losses)
+            )
+        return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
+
+
+def compute_step_weights(config: UnrolledConfig) -> Tensor:
+    """Compute [J] float32 weights decay ** j for j = 0..J-1, divided by their sum for a mean."""
+    weights = torch.tensor([config.step_decay**j for j in range(config.num_steps)])
+    return weights / weights.sum() if config.step_normalizer is StepNormalizer.mean else weights
 
 
 main = command.TrainingCommand(EagleHead, EagleObjective, COMMAND)

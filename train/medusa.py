@@ -31,8 +31,7 @@ from train.batch.batch import (
     MatchedRows,
     gather_labels,
 )
-from train.loop import command
-from train.loop import memory as sizes
+from train.loop import command, memory
 from train.loss.divergences import Softmax, kl, text_cross_entropy
 from train.loss.fused_linear import (
     LossSums,
@@ -50,14 +49,74 @@ from train.loss.fused_linear import (
 from train.loss.teachers import HiddenTeacher, TextTeacher
 from train.loss.topk import mark_top1_and_top5
 from train.objective import LaunchSpec, MemoryEstimate, Objective
-from train.parallel import checkpoint as resume
+from train.parallel.checkpoint import collect_resume_settings
+
+
+class MedusaObjective(Objective):
+    """Loss of Medusa heads on a batch: cross-entropy against the text, or KL from the target.
+
+    Sums are over supervised tokens, as in `train.loss.fused_linear`.
+
+    Letters: B batch, T tokens, D hidden (H where bytes are counted), V vocabulary, K heads, P rows
+    of the teacher.
+    """
+
+    metric_names = ("top1", "top5")
+    default_schedule = Schedule.cosine
+    muon_rate = 8.4e-2
+    adam_rate_times_width = 2.1
+
+    def __init__(
+        self, head: MedusaHead, target: EmbeddingsAndOutputHead, config: MedusaConfig
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.target = target
+        self.soft, self.temperature = config.labels is Labels.soft, config.teacher_temperature
+        self.off_path_weight = config.off_path_weight
+        self.term_weights = compute_head_weights(head.num_heads, config.loss_decay)
+        self.resume_settings = collect_resume_settings("head", config)
+        self.description = f"{head.num_heads} Medusa heads"
+        self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
+
+    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
+        """Estimate the bytes of training.
+
+        N H float32 of states; per head and token 2 H e in each block, H float32 in the loss.
+        """
+        head, hidden = self.head, self.target.hidden_size
+        tokens, e = setting.tokens, setting.dtype.itemsize
+        rows = tokens * hidden
+        of_a_head = 2 * head.config.num_layers * e + memory.FLOAT32_BYTES
+        kept = memory.FLOAT32_BYTES * rows + head.num_heads * rows * of_a_head
+        grads = head.num_heads * rows * memory.FLOAT32_BYTES
+        one = len(head.vocab.ids), hidden
+        pieces = memory.PIECES_OF_TEACHER if self.soft else memory.PIECES_OF_TEXT
+        loss = memory.estimate_loss_bytes(setting, tokens, one, pieces)
+        if self.soft:
+            loss += memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
+        # With hard labels heads run one after another, and one projection at a time is cast.
+        spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
+        copies = max(0, memory.estimate_copied_bytes(head, setting) - e * spared)
+        return MemoryEstimate(copies, kept, loss + grads, grads + 3 * rows * memory.FLOAT32_BYTES)
+
+    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
+        """Compute the loss of a prepared batch; `scale` [K] is the weight of each head."""
+        hidden = batch[HIDDEN_STATES].to(next(self.head.parameters()).dtype)
+        soft = None
+        if self.soft:
+            states = hidden.flatten(0, 1)[batch[SUPERVISION].token_indices]
+            temperature = self.distillation_temperature(self.temperature)
+            teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
+            soft = SoftLabels(teacher, self.off_path_weight)
+        return compute_medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
 
 
 class SoftLabels(NamedTuple):
-    """The target's own distributions, learnt instead of the text.
+    """The target's own distributions, to learn instead of the text.
 
     Attributes:
-        teacher: distributions after the answered places.
+        teacher: the target's distributions, P rows.
         off_path_weight: factor on a draft token's loss for each token before it that is not the
             teacher's first choice.
     """
@@ -71,18 +130,13 @@ class MedusaHeads(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """K."""
+        """Return K, the number of heads."""
 
     def head_states(self, k: int, hidden_states: Tensor, /) -> Tensor:
-        """Input [N, D] of the projection of head k (from 0), for last hidden states [N, D]."""
+        """Compute what head k (from 0) projects, [N, D], from last hidden states [N, D]."""
 
     def make_projection(self, k: int, /) -> Projection:
-        """Projection of head k, from 0."""
-
-
-def compute_head_weights(num_heads: int, decay: float) -> Tensor:
-    """[K] float32 lambda_k = decay ** k for k = 1..K."""
-    return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
+        """Make the projection of head k, from 0."""
 
 
 def compute_medusa_loss(
@@ -93,7 +147,7 @@ def compute_medusa_loss(
     soft: SoftLabels | None = None,
     compiled: bool = False,
 ) -> LossSums:
-    """Sum the cross-entropy of every head against the text, or KL from the target.
+    """Sum the cross-entropy of every head against the text, or the KL divergence from the target.
 
     Args:
         heads: heads to train.
@@ -102,10 +156,11 @@ def compute_medusa_loss(
         scale: [K] float32 weight of each head's sum in the total.
         soft: the target's distributions. Head k at t then learns the one at t + k, which predicts
             x_{t+1+k}. Accuracies are against the text in either case.
-        compiled: compile the loss on first use.
+        compiled: whether to compile the loss on first use.
 
     Returns:
-        Sums whose measures are: the token was the head's first choice, or among its first five.
+        Sums with two metrics: whether the text's token was the head's first choice, and whether it
+        was among its first five.
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
@@ -140,66 +195,20 @@ class _TextCriterion:
         self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
     ) -> RowLosses:
         labels, soft = chunk[0][chunk_rows], chunk[1]
-        measures = mark_top1_and_top5(student.logits, labels)
+        hits = mark_top1_and_top5(student.logits, labels)
         if soft is not None:
             loss, grad = kl(soft.pair_with(chunk_rows, student), needs_grad)
-            return RowLosses(torch.stack([loss, *measures]), grad)
+            return RowLosses(torch.stack([loss, *hits]), grad)
         loss, grad = text_cross_entropy(student, labels, needs_grad)
-        return RowLosses(torch.stack([loss, *measures]), grad)
+        return RowLosses(torch.stack([loss, *hits]), grad)
 
 
 text_criterion = _TextCriterion()
 
 
-class MedusaObjective(Objective):
-    """Medusa loss of a batch."""
-
-    metric_names = ("top1", "top5")
-    default_schedule = Schedule.cosine
-    muon_rate = 8.4e-2
-    adam_rate_times_width = 2.1
-
-    def __init__(
-        self, head: MedusaHead, target: EmbeddingsAndOutputHead, config: MedusaConfig
-    ) -> None:
-        super().__init__()
-        self.head = head
-        self.target = target
-        self.soft, self.temperature = config.labels is Labels.soft, config.teacher_temperature
-        self.off_path_weight = config.off_path_weight
-        self.term_weights = compute_head_weights(head.num_heads, config.loss_decay)
-        self.resume_settings = resume.collect_resume_settings("head", config)
-        self.description = f"{head.num_heads} Medusa heads"
-        self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
-
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """N H float32 of states; per head and token 2 H e in blocks, H float32 in the loss."""
-        head, hidden = self.head, self.target.hidden_size
-        tokens, e = setting.tokens, setting.dtype.itemsize
-        rows = tokens * hidden
-        of_a_head = 2 * head.config.num_layers * e + sizes.FLOAT32_BYTES
-        kept = sizes.FLOAT32_BYTES * rows + head.num_heads * rows * of_a_head
-        grads = head.num_heads * rows * sizes.FLOAT32_BYTES
-        one = len(head.vocab.ids), hidden
-        pieces = sizes.PIECES_OF_TEACHER if self.soft else sizes.PIECES_OF_TEXT
-        loss = sizes.estimate_loss_bytes(setting, tokens, one, pieces)
-        if self.soft:
-            loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
-        # With hard labels heads run one after another, and one projection at a time is cast.
-        spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
-        copies = max(0, sizes.copied_bytes(head, setting) - e * spared)
-        return MemoryEstimate(copies, kept, loss + grads, grads + 3 * rows * sizes.FLOAT32_BYTES)
-
-    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
-        """Compute the loss of a prepared batch; `scale` [K] is the weight of each head."""
-        hidden = batch[HIDDEN_STATES].to(next(self.head.parameters()).dtype)
-        soft = None
-        if self.soft:
-            states = hidden.flatten(0, 1)[batch[SUPERVISION].token_indices]
-            temperature = self.distillation_temperature(self.temperature)
-            teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
-            soft = SoftLabels(teacher, self.off_path_weight)
-        return compute_medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
+def compute_head_weights(num_heads: int, decay: float) -> Tensor:
+    """Compute the [K] float32 weights lambda_k = decay ** k for k = 1..K."""
+    return torch.tensor([decay**k for k in range(1, num_heads + 1)], dtype=torch.float32)
 
 
 main = command.TrainingCommand(MedusaHead, MedusaObjective, COMMAND)

@@ -39,6 +39,7 @@ from heads.target_model.adapter import WEIGHTS, Adapter
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
+from train import medusa
 from train.batch.batch import (
     NOISE_SEEDS,
     SUPERVISION,
@@ -62,89 +63,13 @@ from train.loss.fused_linear import (
 )
 from train.loss.teachers import HiddenTeacher, TextTeacher
 from train.medusa import SoftLabels, compute_head_weights, compute_medusa_loss, text_criterion
-from train.medusa import main as of_heads
 from train.objective import Objective, ParameterGroup
-from train.parallel import checkpoint as resume
 from train.parallel import processes
-
-
-def compute_target_loss(
-    target: EmbeddingsAndOutputHead,
-    hidden: Tensor,
-    batch: Batch,
-    scale: Tensor,
-    teacher: Teacher | None = None,
-    compiled: bool = False,
-) -> LossSums:
-    """Cross-entropy of the target against the text, or KL from its earlier distributions.
-
-    Args:
-        target: the target, whose output head gets no gradient.
-        hidden: [B, T, D], its last hidden states.
-        batch: indexed batch with `input_ids` [B, T].
-        scale: [1] float32, the weight of the sum in the total.
-        teacher: distributions after the answered places, learnt instead of the text.
-        compiled: compile the loss on first use.
-
-    Returns:
-        One term, with the measures of `medusa_loss`.
-    """
-    rows: MatchedRows = batch[SUPERVISION].depths[0]
-    states = hidden.flatten(0, 1)[rows.output_indices]
-    student = Student(states, target.projection, rows.teacher_rows, scale.expand(len(states)))
-    with record_function("loss"):
-        text = TextTeacher(gather_labels(batch), teacher)
-        total, (values,) = compute_fused_loss([student], text, text_criterion, compiled)
-    return LossSums(total, sum_term(values).unsqueeze(1))
-
-
-class HeldoutLoss:
-    """Mean cross-entropy of a target on the answers of held-out sequences.
-
-    Args:
-        target: target with the adapter.
-        adapter: adapter in training.
-        heldout: packed sequences.
-        num_sequences: largest number of sequences to use.
-    """
-
-    def __init__(
-        self, target: Target, adapter: Adapter, heldout: Dataset, num_sequences: int
-    ) -> None:
-        self.target = target
-        self.adapter = adapter
-        self.heldout = heldout
-        self.num_sequences = num_sequences
-
-    def __call__(self) -> dict[str, float]:
-        """Loss in nats per token without and with the adapter, and its change in percent."""
-        adapted = self._compute_mean_loss()
-        return {
-            "target_loss_before": self.loss_without_adapter,
-            "target_loss": adapted,
-            "target_change_percent": 100 * (adapted / self.loss_without_adapter - 1),
-        }
-
-    @cached_property
-    def loss_without_adapter(self) -> float:
-        """Loss without the adapter."""
-        with self.adapter.pause_adapter():
-            return self._compute_mean_loss()
-
-    @torch.no_grad()
-    def _compute_mean_loss(self) -> float:
-        sums = torch.zeros(2, device=self.target.device)
-        for index in range(min(len(self.heldout), self.num_sequences)):
-            batch = batch_to_device(
-                add_supervision(stack_sequences(self.heldout, [index]), 0), self.target.device
-            )
-            hidden = add_target_states(self.target, batch, FeatureLayers())[HIDDEN_STATES]
-            sums += compute_target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
-        return float(sums[0] / sums[1])
+from train.parallel.checkpoint import collect_resume_settings
 
 
 class AdaptedMedusa(nn.Module):
-    """Medusa heads with the adapter of the target that they read."""
+    """Medusa heads with the adapter of the target that they read; Medusa-2 trains both."""
 
     def __init__(self, heads: MedusaHead, adapter: Adapter) -> None:
         super().__init__()
@@ -155,19 +80,19 @@ class AdaptedMedusa(nn.Module):
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
     ) -> Tensor:
-        """The heads' candidates. See `MedusaHead.candidates`."""
+        """Compute the heads' candidates, see `MedusaHead.compute_candidates`."""
         return self.heads.compute_candidates(output, token_ids, first, depth, width)
 
     def find_output_heads(self) -> list[Tensor]:
-        """The heads' output heads. See `MedusaHead.output_heads`."""
+        """Find the heads' output heads, see `DraftHead.find_output_heads`."""
         return self.heads.find_output_heads()
 
     def find_embeddings(self) -> list[Tensor]:
-        """The heads' embeddings. See `DraftHead.embeddings`."""
+        """Find the heads' embeddings, see `DraftHead.find_embeddings`."""
         return self.heads.find_embeddings()
 
     def compile_layers(self) -> None:
-        """Compile the heads. See `DraftHead.compile_layers`."""
+        """Compile the heads, see `DraftHead.compile_layers`."""
         self.heads.compile_layers()
 
     def save(self, folder: Path, provenance: dict[str, object]) -> None:
@@ -189,7 +114,7 @@ class AdaptedMedusa(nn.Module):
 class Medusa2Objective(Objective):
     """Losses of the target and of the heads that read it.
 
-    The terms are depth 0, the target, to depth K, the last head.
+    The terms are depth 0, the target, to depth K, the last head. Shapes as in `train.medusa`.
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.2, eq. 2; self-distillation: section 2.3.2. The
         authors' fork of axolotl trains the heads first, with the same weight.
@@ -211,7 +136,7 @@ class Medusa2Objective(Objective):
         self.off_path_weight = config.head.off_path_weight
         self.decays = compute_head_weights(head.heads.num_heads, config.head.loss_decay)
         self.term_weights = self._build_term_weights(1.0, config.joint.heads_weight)
-        self.resume_settings = self._resume_settings(config)
+        self.resume_settings = self._collect_resume_settings(config)
         self.adapting = False
         self.own_parameter_groups = [
             ParameterGroup(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
@@ -219,51 +144,55 @@ class Medusa2Objective(Objective):
         ]
         self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
-    def _resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
+    def _collect_resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
         groups = {"head": config.head, "adapter": config.adapter, "joint": config.joint}
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for prefix, group in groups.items():
-            found |= resume.collect_resume_settings(prefix, group)
+            settings |= collect_resume_settings(prefix, group)
         if self.joint.heads_schedule is HeadsSchedule.sine:
-            found["joint steps"] = self.num_steps - self._first_step
+            settings["joint steps"] = self.num_steps - self._first_step
         if config.adapter.dropout:
             # Dropout is drawn once per micro batch.
-            found["train.micro_batch_size"] = config.train.micro_batch_size
-        return found
+            settings["train.micro_batch_size"] = config.train.micro_batch_size
+        return settings
 
-    def _build_term_weights(self, own: float, heads: float) -> Tensor:
-        return torch.cat([torch.tensor([own]), heads * self.decays])
+    def _build_term_weights(self, target: float, heads: float) -> Tensor:
+        return torch.cat([torch.tensor([target]), heads * self.decays])
 
     @property
     def _first_step(self) -> int:
-        """First joint step."""
+        """Return the first joint step."""
         assert self.joint.heads_only_steps is not None, "the run's settings fill it in"
         return self.joint.heads_only_steps
 
     def start_step(self, step: int) -> Tensor:
-        """Begin an optimizer step; return the weights [1 + K] float32 of its terms."""
+        """Start an optimizer step; return the weights [1 + K] float32 of its terms."""
         self.adapting = step >= self._first_step
         joint_steps = self.num_steps - self._first_step
-        weight = heads_weight(self.joint, step - self._first_step, joint_steps)
+        weight = compute_heads_weight(self.joint, step - self._first_step, joint_steps)
         return self._build_term_weights(float(self.adapting), weight)
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of target and heads; `scale` [1 + K] is the weight of each term."""
         bare = self._compute_bare_states(batch) if self._wants_bare else None
         hidden = self._compute_adapted_states(batch) if bare is None or self.adapting else bare
-        was = self._build_teacher(batch, bare) if self.distilled else None
+        target_teacher = self._build_teacher(batch, bare) if self.distilled else None
         soft = None
         if self.soft:
             soft = SoftLabels(
                 self._build_teacher(batch, bare, self.temperature), self.off_path_weight
             )
-        own = compute_target_loss(self.target, hidden, batch, scale[:1], was, self.compiled)
-        heads = compute_medusa_loss(self.head.heads, hidden, batch, scale[1:], soft, self.compiled)
-        total = own.total + heads.total
+        target_sums = compute_target_loss(
+            self.target, hidden, batch, scale[:1], target_teacher, self.compiled
+        )
+        head_sums = compute_medusa_loss(
+            self.head.heads, hidden, batch, scale[1:], soft, self.compiled
+        )
+        total = target_sums.total + head_sums.total
         if not self.adapting:
             # DDP waits for a gradient of every parameter.
             total = total + 0.0 * sum(each.sum() for each in self.head.adapter.parameters())
-        return LossSums(total, torch.cat([own.terms, heads.terms], dim=1))
+        return LossSums(total, torch.cat([target_sums.terms, head_sums.terms], dim=1))
 
     @property
     def _wants_bare(self) -> bool:
@@ -273,7 +202,7 @@ class Medusa2Objective(Objective):
     def _build_teacher(
         self, batch: Batch, bare: Tensor | None, temperature: float = 1.0
     ) -> HiddenTeacher:
-        """The target's distributions without its adapter."""
+        """Build the teacher: the target's distributions without its adapter."""
         assert bare is not None
         states = bare.flatten(0, 1)[batch[SUPERVISION].token_indices]
         return HiddenTeacher(
@@ -292,13 +221,43 @@ class Medusa2Objective(Objective):
         return self._compute_hidden_states(batch)
 
     def _compute_hidden_states(self, batch: Batch) -> Tensor:
-        """[B, T, D] last hidden states, in the dtype of the heads."""
+        """Compute the last hidden states [B, T, D], in the dtype of the heads."""
         with record_function("target"):
             return add_target_states(self.target, batch, self.head.taps)[HIDDEN_STATES].float()
 
 
-def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
-    """Weight of the heads' losses in a step.
+def compute_target_loss(
+    target: EmbeddingsAndOutputHead,
+    hidden: Tensor,
+    batch: Batch,
+    scale: Tensor,
+    teacher: Teacher | None = None,
+    compiled: bool = False,
+) -> LossSums:
+    """Sum the target's cross-entropy against the text, or its KL from its earlier distributions.
+
+    Args:
+        target: the target, whose output head gets no gradient.
+        hidden: [B, T, D], the target's last hidden states.
+        batch: indexed batch with `input_ids` [B, T].
+        scale: [1] float32, the weight of the sum in the total.
+        teacher: distributions to learn instead of the text, P rows.
+        compiled: whether to compile the loss on first use.
+
+    Returns:
+        One term, with the metrics of `compute_medusa_loss`.
+    """
+    rows: MatchedRows = batch[SUPERVISION].depths[0]
+    states = hidden.flatten(0, 1)[rows.output_indices]
+    student = Student(states, target.projection, rows.teacher_rows, scale.expand(len(states)))
+    with record_function("loss"):
+        text = TextTeacher(gather_labels(batch), teacher)
+        total, (values,) = compute_fused_loss([student], text, text_criterion, compiled)
+    return LossSums(total, sum_term(values).unsqueeze(1))
+
+
+def compute_heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
+    """Compute the weight of the heads' losses in a step.
 
     Args:
         config: weight and schedule.
@@ -310,10 +269,55 @@ def heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
     return config.heads_weight * math.sin(math.pi / 2 * step / num_steps)
 
 
+class HeldoutLoss:
+    """Mean cross-entropy of a target on the answers of held-out sequences.
+
+    Args:
+        target: target with the adapter.
+        adapter: adapter in training.
+        heldout: packed sequences.
+        num_sequences: largest number of sequences to use.
+    """
+
+    def __init__(
+        self, target: Target, adapter: Adapter, heldout: Dataset, num_sequences: int
+    ) -> None:
+        self.target = target
+        self.adapter = adapter
+        self.heldout = heldout
+        self.num_sequences = num_sequences
+
+    def __call__(self) -> dict[str, float]:
+        """Measure the loss, in nats per token, without and with the adapter, and the change."""
+        adapted = self._compute_mean_loss()
+        return {
+            "target_loss_before": self.loss_without_adapter,
+            "target_loss": adapted,
+            "target_change_percent": 100 * (adapted / self.loss_without_adapter - 1),
+        }
+
+    @cached_property
+    def loss_without_adapter(self) -> float:
+        """Measure the loss without the adapter, once."""
+        with self.adapter.pause_adapter():
+            return self._compute_mean_loss()
+
+    @torch.no_grad()
+    def _compute_mean_loss(self) -> float:
+        sums = torch.zeros(2, device=self.target.device)
+        for index in range(min(len(self.heldout), self.num_sequences)):
+            batch = batch_to_device(
+                add_supervision(stack_sequences(self.heldout, [index]), 0), self.target.device
+            )
+            hidden = add_target_states(self.target, batch, FeatureLayers())[HIDDEN_STATES]
+            sums += compute_target_loss(self.target, hidden, batch, sums.new_ones(1)).terms[:2, 0]
+        return float(sums[0] / sums[1])
+
+
 def build_adapter_evaluation(
     config: Medusa2Run, source: TrainingSource, objective: Objective
 ) -> Evaluate:
-    """Measure the target's held-out loss, and tau on its current answers."""
+    """Build a function that measures the target's held-out loss, and tau on its current answers."""
     target: Any = source.target
     heldout: Any = source.heldout
     prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
@@ -330,21 +334,21 @@ def build_adapter_evaluation(
 
 
 def main(config: Medusa2Run) -> None:
-    """Train to `out_dir/head` and `out_dir/adapter`."""
+    """Train Medusa heads and an adapter, to `out_dir/head` and `out_dir/adapter`."""
     processes.check_not_sharded("train/medusa2.py")
 
     def build(target: Target, data: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
-        heads, _ = of_heads.make_head(config, target, data)
+        heads, _ = medusa.main.make_head(config, target, data)
         if not target.output_head.weight.is_floating_point():
             raise InputError(
                 f"target.path={target.name}: its output head is quantised, but the adapter trains "
                 "through it; name the model before quantisation"
             )
         adapter = Adapter(target, config.adapter, config.seed)
-        sizes = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (heads, adapter)]
+        millions = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (heads, adapter)]
         lines = [
-            f"head: {heads.num_heads} Medusa heads, {sizes[0]:.1f} M parameters",
-            f"adapter: rank {config.adapter.rank}, {sizes[1]:.1f} M parameters, from step "
+            f"head: {heads.num_heads} Medusa heads, {millions[0]:.1f} M parameters",
+            f"adapter: rank {config.adapter.rank}, {millions[1]:.1f} M parameters, from step "
             f"{config.joint.heads_only_steps}",
         ]
         return Medusa2Objective(AdaptedMedusa(heads, adapter), target, config), lines

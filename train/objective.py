@@ -14,6 +14,12 @@ from train.loss.fused_linear import (
     LossSums,
 )
 
+DIVISORS = "counts"
+"""Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
+DRAFT_METRICS = ("top1", "alpha")
+"""Whether the first choices of head and target agree; and alpha, the sum of min(p, q) over the
+whole vocabulary: the probability of acceptance at temperature 1."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -29,10 +35,6 @@ class ParameterGroup:
     parameters: list[nn.Parameter]
     rate: float = 1.0
     first_step: int = 0
-
-
-DIVISORS = "counts"
-"""Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +213,3 @@ class Objective(nn.Module):
         return (
             batch if self.trains_target else add_target_states(self.target, batch, self.head.taps)
         )
-
-
-DRAFT_METRICS = ("top1", "alpha")
-"""Whether the first choices of head and target agree; and alpha, the sum of min(p, q) over the
-whole vocabulary: the probability of acceptance at temperature 1."""

@@ -36,8 +36,7 @@ from train.batch.batch import (
 )
 from train.block_objective import draw_anchors
 from train.eagle import EagleObjective
-from train.loop import command
-from train.loop import memory as sizes
+from train.loop import command, memory
 from train.loss.fused_linear import Student, Teacher, scale_off_path_rows
 from train.objective import DIVISORS, LaunchSpec, MemoryEstimate, Objective
 
@@ -46,14 +45,16 @@ SEGMENTS = "segments"
 
 @dataclass(frozen=True)
 class MaskRows:
-    """Rows equally far from the text.
+    """Mask-token rows that lie equally many steps after the text.
 
     Attributes:
-        tokens: [N] int64 rising among all flattened tokens, the last text token that each row sees.
-        parent_rows: [N] int64, the row one step nearer to the text that each row follows.
+        last_tokens: [N] int64 rising, last text token that each row sees, by index among all
+            flattened tokens.
+        parent_rows: [N] int64, for each row the number of the row of the step before that it
+            follows; in the first step its own number.
     """
 
-    tokens: Tensor
+    last_tokens: Tensor
     parent_rows: Tensor
 
 
@@ -64,7 +65,7 @@ class PEagleObjective(EagleObjective):
     config: PEagleConfig
 
     def _prepare_saved_head(self) -> None:
-        """Set up a saved head to draft as many tokens as it now learns."""
+        """Set up a saved head to draft as many tokens as the settings ask it to learn."""
         super()._prepare_saved_head()
         num_tokens = self.config.num_steps
         self.head.config = replace(self.head.config, num_draft_tokens=num_tokens)
@@ -78,19 +79,19 @@ class PEagleObjective(EagleObjective):
         )
 
     def index_batch(self, batch: Batch) -> Batch:
-        """Add documents and drawn rows to a batch on the CPU."""
+        """Add documents, drawn anchors and their mask rows to a batch on the CPU."""
         batch = Objective.index_batch(self, batch)
-        learnt, shape = batch[SUPERVISION], batch["input_ids"].shape
+        supervision, shape = batch[SUPERVISION], batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
-        drafts = draw_step_anchors(learnt, shape[1], self.config, seeds)
-        segments = split_segments(drafts[1:], self.config.num_segments)
-        unrolled = StepTargets.from_supervision(learnt, drafts)
-        # All learnt rows, of any step.
-        counts = (float(sum(unrolled.step_sizes)),) * self.config.num_steps
-        return {**batch, STEP_TARGETS: unrolled, SEGMENTS: segments, DIVISORS: counts}
+        step_anchors = draw_step_anchors(supervision, shape[1], self.config, seeds)
+        segments = split_segments(step_anchors[1:], self.config.num_segments)
+        step_targets = StepTargets.from_supervision(supervision, step_anchors)
+        # All supervised rows, of any step.
+        counts = (float(sum(step_targets.step_sizes)),) * self.config.num_steps
+        return {**batch, STEP_TARGETS: step_targets, SEGMENTS: segments, DIVISORS: counts}
 
     def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """Bytes that autograd keeps, as counted with `torch.autograd.graph.saved_tensors_hooks`.
+        """Estimate the bytes of training, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
         Per row and layer as for EAGLE, plus the keys and values of the text and of the rows before
         it. The rows of one segment are kept at a time.
@@ -108,117 +109,135 @@ class PEagleObjective(EagleObjective):
         layers = llama.num_hidden_layers
         rows = tokens + masks / settings.num_segments
         kept = layers * (rows * a_row + followed / settings.num_segments * 2 * e * keys)
-        kept += tokens * (sizes.FLOAT32_BYTES + e) * head.fc.in_features
-        kept += (tokens + masks) * sizes.FLOAT32_BYTES * 2 * hidden
+        kept += tokens * (memory.FLOAT32_BYTES + e) * head.fc.in_features
+        kept += (tokens + masks) * memory.FLOAT32_BYTES * 2 * hidden
         students = tokens + masks
-        grads = sizes.FLOAT32_BYTES * students * hidden
+        grads = memory.FLOAT32_BYTES * students * hidden
         one = head.make_projection().weight.shape[0], hidden
-        loss = grads + sizes.estimate_loss_bytes(setting, students, one, sizes.PIECES_OF_TEACHER)
-        loss += sizes.teacher_bytes(setting, tokens, self.target, one[0])
+        loss = grads + memory.estimate_loss_bytes(setting, students, one, memory.PIECES_OF_TEACHER)
+        loss += memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
         backward = 2 * grads + 3 * students * inner * e
-        return MemoryEstimate(sizes.copied_bytes(head, setting), int(kept), loss, backward)
+        return MemoryEstimate(
+            memory.estimate_copied_bytes(head, setting), int(kept), loss, backward
+        )
 
     def _pair_with_teacher(
-        self, learnt: Tensor, batch: Batch, scale: Tensor
+        self, supervised: Tensor, batch: Batch, scale: Tensor
     ) -> tuple[Student, Teacher]:
-        """Pair the learnt rows [M, H], which see no token between, with the target."""
+        """Pair the supervised rows [M, H], which see no token between, with the target."""
         weight = self.config.off_path_weight if self.training else 1.0
-        return scale_off_path_rows(*super()._pair_with_teacher(learnt, batch, scale), batch, weight)
+        return scale_off_path_rows(
+            *super()._pair_with_teacher(supervised, batch, scale), batch, weight
+        )
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
-        """[N, H] outputs of each step's rows, all sequences flattened."""
+        """Yield the outputs [N, H] of each step's rows, all sequences flattened."""
         head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
         features = self._add_noise(
             head.collect_features(collect_states(batch)).flatten(0, 1), batch
         )
         positions = batch["position_ids"].flatten()
         known: list[KeysValues] = []
-        every = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
-        text = head.build_context_rows(head.fuse(features), ids.roll(-1), positions, every)
+        text_range = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
+        text = head.build_context_rows(head.fuse(features), ids.roll(-1), positions, text_range)
         (outputs,) = head.run_layers(text, [], make_list_store(known))
         yield outputs[batch[STEP_TARGETS].anchors]
 
-        def drafted(groups: Sequence[MaskRows]) -> list[Tensor]:
-            steps = enumerate((group.tokens for group in groups), 1)
-            places = torch.cat([positions[tokens] + step for step, tokens in steps])
-            seen = [build_causal_range(documents, group.tokens) for group in groups]
-            masks = head.build_mask_rows(places, seen, [group.parent_rows for group in groups])
+        def run_masks(groups: Sequence[MaskRows]) -> list[Tensor]:
+            steps = enumerate((group.last_tokens for group in groups), 1)
+            mask_positions = torch.cat([positions[tokens] + step for step, tokens in steps])
+            ranges = [build_causal_range(documents, group.last_tokens) for group in groups]
+            masks = head.build_mask_rows(
+                mask_positions, ranges, [group.parent_rows for group in groups]
+            )
             return head.run_layers(None, masks, make_list_store(known))
 
         segments = batch[SEGMENTS]
         if len(segments) == 1:
-            found = [drafted(segments[0])]
+            outputs_by_segment = [run_masks(segments[0])]
         else:
-            found = [checkpoint(drafted, each, use_reentrant=False) for each in segments]
-        for parts in zip_longest(*found):
+            outputs_by_segment = [
+                checkpoint(run_masks, each, use_reentrant=False) for each in segments
+            ]
+        for parts in zip_longest(*outputs_by_segment):
             yield torch.cat([each for each in parts if each is not None])
 
 
 def compute_kept_fraction(config: PEagleConfig, step: int) -> float:
-    """Share of the drafting tokens that have a row `step` steps after the text."""
+    """Compute the fraction of the anchors that have a row `step` steps after the text."""
     return max(config.kept_share**step, config.least_share)
 
 
 def draw_step_anchors(
-    learnt: Supervision, num_tokens: int, config: PEagleConfig, seeds: tuple[int, ...]
+    supervision: Supervision, num_tokens: int, config: PEagleConfig, seeds: tuple[int, ...]
 ) -> list[Tensor]:
-    """Draw the tokens that draft at each step; [N] int64 rising, fewer at each step.
+    """Draw the anchors of each step, [N] int64 rising.
 
-    Conditional-on-distribution sampling: a token drafts d + 1 tokens only if it drafts d, and the
-    share that does so is about the same everywhere.
+    An anchor of step d is also an anchor of all earlier steps. Each sequence keeps about the same
+    fraction of its anchors from one step to the next (conditional-on-distribution sampling, COD).
 
     Args:
-        learnt: supervision of a batch.
+        supervision: supervised tokens of a batch.
         num_tokens: tokens per sequence.
-        config: shares, and the number of tokens per sequence that draft more than one.
+        config: fractions to keep, and the number of anchors per sequence that draft more than one
+            token.
         seeds: one seed per sequence.
 
     Source: arXiv 2602.01469; speculators `models/peagle/data.py`.
     """
     # One unsupervised row keeps every parameter in the graph.
-    first = learnt.depths[1].output_indices
-    found = [first if len(first) else torch.zeros(1, dtype=torch.int64)]
-    some = draw_anchors(found[0], num_tokens, config.num_anchors, seeds)
+    first = supervision.depths[1].output_indices
+    anchors = [first if len(first) else torch.zeros(1, dtype=torch.int64)]
+    drawn = draw_anchors(anchors[0], num_tokens, config.num_anchors, seeds)
     sequences = torch.arange(len(seeds) + 1) * num_tokens
-    totals = torch.searchsorted(some, sequences).diff().tolist()
+    totals = torch.searchsorted(drawn, sequences).diff().tolist()
     for step in range(1, config.num_steps):
-        rows = learnt.depths[step + 1].output_indices
-        rows = rows[torch.isin(rows, some)]
+        rows = supervision.depths[step + 1].output_indices
+        rows = rows[torch.isin(rows, drawn)]
         parts = rows.tensor_split(torch.searchsorted(rows, sequences[1:-1]))
         drafts = zip(parts, totals, seeds, strict=True)
-        some = torch.cat(
+        drawn = torch.cat(
             [_draw_rows(*each, step, compute_kept_fraction(config, step)) for each in drafts]
         )
-        some = some if len(some) else found[-1][:1]
-        found.append(some)
-    return found
+        drawn = drawn if len(drawn) else anchors[-1][:1]
+        anchors.append(drawn)
+    return anchors
 
 
-def _draw_rows(rows: Tensor, total: int, seed: int, step: int, part: float) -> Tensor:
-    most = int(max(0, total - step) * part)
-    if len(rows) <= most:
+def _draw_rows(rows: Tensor, total: int, seed: int, step: int, fraction: float) -> Tensor:
+    max_rows = int(max(0, total - step) * fraction)
+    if len(rows) <= max_rows:
         return rows
     generator = torch.Generator().manual_seed(seed + step)
-    return rows[torch.randperm(len(rows), generator=generator)[:most].sort().values]
+    return rows[torch.randperm(len(rows), generator=generator)[:max_rows].sort().values]
 
 
-def split_segments(drafts: Sequence[Tensor], number: int) -> tuple[tuple[MaskRows, ...], ...]:
-    """Divide the rows after a text into parts, each with all rows of its tokens.
+def split_segments(
+    step_anchors: Sequence[Tensor], num_segments: int
+) -> tuple[tuple[MaskRows, ...], ...]:
+    """Split the mask rows after a text into segments, each with all rows of its anchors.
 
     Args:
-        drafts: [N] int64 rising per step, each among those of the step before.
-        number: number of parts; empty parts are dropped.
+        step_anchors: [N] int64 rising per step, each among those of the step before.
+        num_segments: number of segments; empty segments are dropped.
+
+    Returns:
+        For each segment the rows of each step that has any.
     """
-    if not drafts:
+    if not step_anchors:
         return ((),)
-    found = []
-    for part in drafts[0].tensor_split(min(number, len(drafts[0]))):
-        mine = [each[(each >= part[0]) & (each <= part[-1])] for each in drafts]
-        mine = list(takewhile(len, mine))
-        before = [mine[0], *mine[:-1]]
-        kept = [torch.searchsorted(old, new) for old, new in zip(before, mine, strict=True)]
-        found.append(tuple(MaskRows(*each) for each in zip(mine, kept, strict=True)))
-    return tuple(found)
+    segments = []
+    for part in step_anchors[0].tensor_split(min(num_segments, len(step_anchors[0]))):
+        step_tokens = [each[(each >= part[0]) & (each <= part[-1])] for each in step_anchors]
+        step_tokens = list(takewhile(len, step_tokens))
+        before = [step_tokens[0], *step_tokens[:-1]]
+        parent_rows = [
+            torch.searchsorted(old, new) for old, new in zip(before, step_tokens, strict=True)
+        ]
+        segments.append(
+            tuple(MaskRows(*each) for each in zip(step_tokens, parent_rows, strict=True))
+        )
+    return tuple(segments)
 
 
 main = command.TrainingCommand(PEagleHead, PEagleObjective, COMMAND)

@@ -61,7 +61,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_the_training_loop(
     objective, data = objective_of(kind, target), documents()
     chosen = draw_global_batch(0, 4, len(data), seed=0)
     # The loop's draws are by the number of a sequence.
-    monkeypatch.setattr(api.schedule, "hash_seed", lambda *n: hash_seed(*n[:2], chosen[n[2]]))
+    monkeypatch.setattr(api, "hash_seed", lambda *n: hash_seed(*n[:2], chosen[n[2]]))
     batch = stack_sequences(data, chosen)
     ids, numbers = batch["input_ids"], batch["document_ids"]
     mask = numbers >= 0 if objective.learns_prompts else batch["loss_mask"]

@@ -177,7 +177,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
     head, config, target = objective.head, objective.config, objective.target
     ids, unrolled = batch["input_ids"].flatten(), batch[STEP_TARGETS]
     last = batch["hidden_states"].flatten(0, 1)
-    learnt = [set(rows.places.tolist()) for rows in batch[SUPERVISION].depths]
+    learnt = [set(rows.output_indices.tolist()) for rows in batch[SUPERVISION].depths]
     weights = pace(objective, batch, outputs.detach(), learnt)
     said = (target.logits(last) / config.teacher_temperature).softmax(-1)
     total, counts = torch.zeros(()), [0.0] * outputs.shape[1]
@@ -257,7 +257,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
         documents[0][place] = documents[1][place] = token
     batch = {**packed(documents), NOISE_SEEDS: (5,)}
     batch = objective.prepare_batch(objective.index_training_batch(batch))
-    assert len(batch[STEP_TARGETS].drafts) == 7
+    assert len(batch[STEP_TARGETS].anchors) == 7
     scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
     sums = objective(batch, scale)
     sums.total.backward()

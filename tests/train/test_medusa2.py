@@ -26,7 +26,7 @@ from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from train import medusa2
 from train.batch.batch import NOISE_SEEDS, Batch, add_supervision
-from train.medusa2 import AdaptedMedusa, HeldoutLoss, Medusa2Objective, heads_weight
+from train.medusa2 import AdaptedMedusa, HeldoutLoss, Medusa2Objective, compute_heads_weight
 
 CPU = torch.device("cpu")
 TEXT = [5, 9, 17, 40, 8, 61, 23, 77, 31, 5]
@@ -74,7 +74,9 @@ def test_the_weight_of_the_heads_over_the_joint_steps(
     schedule: HeadsSchedule, expected: list[float]
 ) -> None:
     config = JointConfig(heads_weight=0.2, heads_schedule=schedule)
-    assert [heads_weight(config, s, 4) for s in range(-1, 4)] == pytest.approx(expected, abs=1e-7)
+    assert [compute_heads_weight(config, s, 4) for s in range(-1, 4)] == pytest.approx(
+        expected, abs=1e-7
+    )
 
 
 def test_the_target_counts_from_the_first_joint_step() -> None:

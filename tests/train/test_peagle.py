@@ -41,11 +41,13 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
     ids, states = batch["input_ids"].flatten(), batch["hidden_states"].flatten(0, 1)
     teacher = target.compute_logits(states).log_softmax(-1)
     unrolled, answered = batch[STEP_TARGETS], batch[SUPERVISION].token_indices.tolist()
-    outputs = torch.cat(list(objective._iter_step_outputs(batch)))[unrolled.rows.places]
-    log_q = head.logits(outputs).log_softmax(-1)
+    outputs = torch.cat(list(objective._iter_step_outputs(batch)))[
+        unrolled.matched_rows.output_indices
+    ]
+    log_q = head.compute_logits(outputs).log_softmax(-1)
     total = torch.zeros(())
     for row, (token, step) in enumerate(
-        zip(unrolled.tokens.tolist(), unrolled.steps.tolist(), strict=True)
+        zip(unrolled.row_anchors.tolist(), unrolled.row_steps.tolist(), strict=True)
     ):
         p = teacher[token + 1 + step]
         loss = (p.exp() * (p - log_q[row])).sum()

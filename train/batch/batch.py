@@ -1,9 +1,11 @@
-"""Supervised tokens of a batch: indices on the CPU, before the batch moves to the device.
+"""What a batch holds: tokens, documents, supervised tokens, step targets and the target's states.
 
-They need no model, so loading computes them and the device never has to be asked.
+Indices are computed on the CPU while a batch is loaded, before it moves to the device. They need no
+model, and so the device never has to be asked. The target's hidden states come from a forward pass,
+from a feature store or from serving engines.
 
-Letters: B sequences, T tokens, S = B * T flattened tokens, P answered places, K depths, M rows of a
-student, N tokens that draft.
+Letters: B sequences, T tokens, S = B * T flattened tokens, P rows of the teacher, K depths, M rows
+of a student, N anchors, D hidden.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from heads.target_model.remote import RemoteTarget
 DOCUMENTS, SUPERVISION, STEP_TARGETS = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"
 Batch = Mapping[str, Any]
-"""Tensors [B, T, ...] by name; also `Documents`, `Supervision`, `Unrolled` and B random seeds,
+"""Tensors [B, T, ...] by name; also `Documents`, `Supervision`, `StepTargets` and B random seeds,
 under the keys above."""
 
 
@@ -44,11 +46,11 @@ class SortedIndices:
 
 @dataclass(frozen=True)
 class MatchedRows:
-    """Rows of a student, in the order of the teacher's rows to compare them with.
+    """Rows of a student, sorted by the teacher's rows to compare them with.
 
     Attributes:
-        output_indices: [M] int64 positions in the student's outputs.
-        teacher_rows: M rows of the teacher.
+        output_indices: [M] int64 indices into the student's outputs.
+        teacher_rows: the teacher's row of each of the M rows.
     """
 
     output_indices: Tensor
@@ -57,13 +59,13 @@ class MatchedRows:
 
 @dataclass(frozen=True)
 class Supervision:
-    """Places of a batch that are learnt from, by depth.
+    """Supervised tokens of a batch, by depth.
 
     Attributes:
-        token_indices: [P] int64 among S, tokens before those in the loss mask. The teacher has one
-            row per place.
-        depths: K + 1 entries. Depth d reads the teacher d tokens further; depth 0 is the target.
-            Their places are among S.
+        token_indices: [P] int64 among S, the tokens before those in the loss mask. The teacher has
+            one row for each of them.
+        depths: K + 1 entries, one for each depth; depth 0 is the target. A row of depth d is
+            compared with the teacher's row d tokens further. Output indices are among S.
     """
 
     token_indices: Tensor
@@ -71,34 +73,36 @@ class Supervision:
 
     @classmethod
     def from_batch(cls, batch: Batch, num_depths: int) -> "Supervision":
-        """Find the places of a batch on the CPU for depths 0 to `num_depths`."""
-        before = build_supervision_mask(batch, 0).flatten()
-        number = before.cumsum(0) - 1
+        """Find the supervised tokens of a batch on the CPU, for depths 0 to `num_depths`."""
+        is_before_supervised = build_supervision_mask(batch, 0).flatten()
+        teacher_row = is_before_supervised.cumsum(0) - 1
         depths = []
         for depth in range(num_depths + 1):
-            places = build_supervision_mask(batch, depth).flatten().nonzero().squeeze(1)
-            answers = number[places + depth]
-            depths.append(MatchedRows(places, SortedIndices(answers, answers)))
+            output_indices = build_supervision_mask(batch, depth).flatten().nonzero().squeeze(1)
+            teacher_rows = teacher_row[output_indices + depth]
+            depths.append(MatchedRows(output_indices, SortedIndices(teacher_rows, teacher_rows)))
         return cls(depths[0].output_indices, tuple(depths))
 
     @property
     def depth_counts(self) -> Tensor:
-        """[K + 1] float32, supervised tokens per depth."""
+        """Count the supervised tokens of each depth, [K + 1] float32."""
         return torch.tensor([float(len(rows.output_indices)) for rows in self.depths])
 
 
 @dataclass(frozen=True)
 class StepTargets:
-    """Rows of tokens that draft in parallel, step by step.
+    """What each step of a draft is compared with.
+
+    Drafts start behind anchors; step d of an anchor is one row. Rows are sorted by teacher row.
 
     Attributes:
-        anchors: [N] int64 among S, rising; tokens from which drafts start. At least one.
-        row_anchors: [M] int64 among S, the token from which each row drafts.
-        matched_rows: rows of all steps. Their output indices index the concatenated outputs of the
-            steps.
-        row_steps: [M] int64, the step of each row, from 0.
-        step_order: [M] int64, the numbers of the rows, sorted by step.
-        step_sizes: rows of each step.
+        anchors: [N] int64 among S, rising, at least one.
+        row_anchors: [M] int64 among S, anchor of each row.
+        matched_rows: for each row, its index in the outputs of all steps, concatenated, and its
+            teacher row.
+        row_steps: [M] int64, step of each row, from 0.
+        step_order: [M] int64, row numbers sorted by step.
+        step_sizes: number of rows of each step.
     """
 
     anchors: Tensor
@@ -110,35 +114,41 @@ class StepTargets:
 
     @classmethod
     def from_supervision(
-        cls, learnt: Supervision, drafts: Sequence[Tensor] | None = None
+        cls, supervision: Supervision, step_anchors: Sequence[Tensor] | None = None
     ) -> "StepTargets":
-        """Select the tokens from which depth 1 or more is learnt, and the rows of each depth.
+        """Select the anchors from which depth 1 or more is supervised, and the rows of each depth.
 
         Args:
-            learnt: supervision of a batch.
-            drafts: [N_d] int64 per depth, rising; restricts the drafting tokens of each depth to
-                these.
+            supervision: supervised tokens of a batch.
+            step_anchors: [N_d] int64 for each depth, rising, the only anchors of that depth; None
+                for every supervised token.
         """
-        depths = learnt.depths[1:]
-        if drafts is None:
-            drafts = [torch.cat([rows.output_indices for rows in depths]).unique()] * len(depths)
+        depths = supervision.depths[1:]
+        if step_anchors is None:
+            step_anchors = [torch.cat([rows.output_indices for rows in depths]).unique()] * len(
+                depths
+            )
         # One unsupervised row keeps every parameter in the graph.
-        drafts = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in drafts]
-        tokens, answers, places = [], [], []
-        before = accumulate(map(len, drafts[:-1]), initial=0)
-        for rows, own, start in zip(depths, drafts, before, strict=True):
-            drafted = torch.isin(rows.output_indices, own)
-            tokens.append(rows.output_indices[drafted])
-            answers.append(rows.teacher_rows.host[drafted])
-            places.append(torch.searchsorted(own, tokens[-1]) + start)
+        step_anchors = [
+            anchors if len(anchors) else torch.zeros(1, dtype=torch.int64)
+            for anchors in step_anchors
+        ]
+        tokens, teacher_rows, output_indices = [], [], []
+        starts = accumulate(map(len, step_anchors[:-1]), initial=0)
+        for rows, anchors, start in zip(depths, step_anchors, starts, strict=True):
+            is_anchor = torch.isin(rows.output_indices, anchors)
+            tokens.append(rows.output_indices[is_anchor])
+            teacher_rows.append(rows.teacher_rows.host[is_anchor])
+            output_indices.append(torch.searchsorted(anchors, tokens[-1]) + start)
         sizes = tuple(map(len, tokens))
         steps = torch.arange(len(depths)).repeat_interleave(torch.tensor(sizes))
-        sorted_answers, order = torch.cat(answers).sort(stable=True)
+        sorted_teacher_rows, order = torch.cat(teacher_rows).sort(stable=True)
         return cls(
-            anchors=drafts[0],
+            anchors=step_anchors[0],
             row_anchors=torch.cat(tokens)[order],
             matched_rows=MatchedRows(
-                torch.cat(places)[order], SortedIndices(sorted_answers, sorted_answers)
+                torch.cat(output_indices)[order],
+                SortedIndices(sorted_teacher_rows, sorted_teacher_rows),
             ),
             row_steps=steps[order],
             step_order=order.argsort(),
@@ -146,8 +156,14 @@ class StepTargets:
         )
 
 
+def add_supervision(batch: Batch, num_depths: int) -> Batch:
+    """Add `Documents` and the `Supervision` of depths 0 to `num_depths` to a batch on the CPU."""
+    documents = Documents.from_ids(batch["document_ids"])
+    return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.from_batch(batch, num_depths)}
+
+
 def build_supervision_mask(batch: Batch, depth: int) -> Tensor:
-    """Mark tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
+    """Mark the tokens at which a depth, a Medusa head or a step of EAGLE, is trained.
 
     At token t depth d predicts x_{t+1+d}. It is trained if that token is in the loss mask and in
     the document of t. Example: in `a b c | d e`, all in the mask, d=1 is trained at `a` (on `c`)
@@ -161,39 +177,19 @@ def build_supervision_mask(batch: Batch, depth: int) -> Tensor:
         [B, T] bool, false in the last `depth` + 1 columns.
     """
     loss_mask, documents = batch["loss_mask"], batch["document_ids"]
-    learnt = torch.zeros_like(loss_mask, dtype=torch.bool)
+    mask = torch.zeros_like(loss_mask, dtype=torch.bool)
     ahead = 1 + depth
     if loss_mask.shape[1] > ahead:
-        same = (documents[:, :-ahead] == documents[:, ahead:]) & (documents[:, ahead:] >= 0)
-        learnt[:, :-ahead] = same & loss_mask[:, ahead:].bool()
-    return learnt
+        is_supervised = (documents[:, :-ahead] == documents[:, ahead:]) & (
+            documents[:, ahead:] >= 0
+        )
+        mask[:, :-ahead] = is_supervised & loss_mask[:, ahead:].bool()
+    return mask
 
 
 def gather_labels(batch: Batch) -> Tensor:
-    """[P] int64 tokens after the answered places."""
+    """Gather the [P] int64 text tokens that the teacher's rows predict."""
     return batch["input_ids"].flatten().roll(-1)[batch[SUPERVISION].token_indices]
-
-
-def map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """Move every tensor of a batch or of a value in it. Host indices stay on the CPU."""
-    if isinstance(value, Tensor):
-        return move(value)
-    if isinstance(value, SortedIndices):
-        return SortedIndices(value.host, move(value.device))
-    if isinstance(value, Mapping):
-        return {name: map_tensors(part, move) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map_tensors(part, move) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value)]
-        return replace(value, **{name: map_tensors(getattr(value, name), move) for name in names})
-    return value
-
-
-def add_supervision(batch: Batch, num_depths: int) -> Batch:
-    """Add its `Documents` and the `Supervision` of depths 0 to `num_depths` to a CPU batch."""
-    documents = Documents.from_ids(batch["document_ids"])
-    return {**batch, DOCUMENTS: documents, SUPERVISION: Supervision.from_batch(batch, num_depths)}
 
 
 def add_target_states(target: EmbeddingsAndOutputHead, batch: Batch, taps: FeatureLayers) -> Batch:
@@ -203,11 +199,11 @@ def add_target_states(target: EmbeddingsAndOutputHead, batch: Batch, taps: Featu
         target: the frozen target. Embedding and output head suffice for a stored batch; a batch
             from serving engines also needs the final norm.
         batch: `input_ids` and `position_ids` [B, T] and documents; or stored hidden states.
-        taps: the layers that the head reads.
+        taps: layers that the head reads.
 
     Returns:
-        The batch with `hidden_states` and `layers.{i}` [B, T, D], or with what the store holds
-        instead.
+        The batch with `hidden_states` and `layers.{i}` [B, T, D], or with the tensors that the
+        store holds instead.
     """
     if isinstance(target, RemoteTarget):
         last = batch[f"{LAYER_PREFIX}{target.num_layers}"].to(target.dtype)
@@ -229,3 +225,24 @@ def collect_states(batch: Batch) -> TargetOutput:
         if name.startswith(LAYER_PREFIX)
     }
     return TargetOutput(batch.get(HIDDEN_STATES, torch.empty(0)), layers)
+
+
+def map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """Map every tensor of a batch or of a value in it. Host indices stay on the CPU.
+
+    Args:
+        value: batch, tensor, tuple, mapping or dataclass; any other value is returned as it is.
+        move: function of a tensor.
+    """
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, SortedIndices):
+        return SortedIndices(value.host, move(value.device))
+    if isinstance(value, Mapping):
+        return {name: map_tensors(part, move) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map_tensors(part, move) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: map_tensors(getattr(value, name), move) for name in names})
+    return value

@@ -1,4 +1,7 @@
-"""Batches of each optimizer step, loaded a step ahead and on CUDA prepared a pass ahead.
+"""Load the batches of each optimizer step: their sequences, stacked, pinned and prefetched.
+
+The sequences of a step are a pure function of the step, so any number of processes and any restart
+reads the same.
 
 A thread loads the micro batches of the next step while the current step runs. On CUDA the target
 reads the next micro batch on its own stream, beside the head's step.
@@ -21,42 +24,30 @@ from torch.profiler import record_function
 
 from train.batch.batch import Batch, map_tensors
 
-
-class Dataset(Protocol):
-    """Packed sequences."""
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        """Get one sequence, as [T] tensors."""
-
-
-def stack_sequences(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
-    """Stack some sequences to a batch, on the CPU."""
-    rows = [dataset[index] for index in indices]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def batch_to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to a device, without waiting for copies from pinned memory."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
 Load = Callable[[int], list[Batch]]
 Prepare = Callable[[Batch], Batch]
 
 
+class Dataset(Protocol):
+    """Packed sequences by index."""
+
+    def __len__(self) -> int:
+        """Count the sequences."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        """Return one sequence, as [T] tensors by name."""
+
+
 @dataclass(frozen=True)
 class _Started:
-    """A batch whose preparation may still run on the side stream until `done`."""
+    """Batch whose preparation may still run on the side stream until `done`."""
 
     batch: Batch
     done: torch.cuda.Event | None
 
 
 class Prefetcher:
-    """The micro batches of steps first..last, in order.
+    """Loader of the micro batches of steps first..last, in order.
 
     Args:
         load: function that loads the micro batches of a step on the CPU; called in a thread.
@@ -79,7 +70,7 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(ahead, "headsmith-prefetch")
         self._steps = iter(range(first, last))
-        self._coming: deque[Future[list[Batch]]] = deque()
+        self._futures: deque[Future[list[Batch]]] = deque()
         for _ in range(ahead):
             self._begin_loading()
         self._current: list[Batch] = []
@@ -88,7 +79,7 @@ class Prefetcher:
     def _begin_loading(self) -> None:
         step = next(self._steps, None)
         if step is not None:
-            self._coming.append(self._pool.submit(self._load_pinned, step))
+            self._futures.append(self._pool.submit(self._load_pinned, step))
 
     def _load_pinned(self, step: int) -> list[Batch]:
         batches = self._load(step)
@@ -97,34 +88,34 @@ class Prefetcher:
         return [map_tensors(batch, Tensor.pin_memory) for batch in batches]
 
     def next_step(self) -> list[Batch]:
-        """Load the micro batches of the next step on the CPU; raise errors of loading."""
-        assert self._coming, "no step is left"
+        """Return the micro batches of the next step on the CPU; raise errors of loading."""
+        assert self._futures, "no step is left"
         with record_function("waiting"):
-            self._current = self._coming.popleft().result()
+            self._current = self._futures.popleft().result()
         self._begin_loading()
         return self._current
 
     def iter_micro_batches(self) -> Iterator[Batch]:
-        """Micro batches of `next_step` on the device, prepared.
+        """Yield the micro batches of `next_step` on the device, prepared.
 
         Before asking for the next batch, the caller must have launched all work on the current one
         and dropped it.
         """
-        for number in range(len(self._current)):
-            started = self._ahead or self._start_batch(self._current[number])
+        for index in range(len(self._current)):
+            started = self._ahead or self._start_batch(self._current[index])
             self._ahead = None
-            following = self._get_next_batch(number)
+            following = self._get_next_batch(index)
             if self._stream is not None and following is not None:
                 self._ahead = self._start_batch(following)
             yield self._finish_batch(started)
 
-    def _get_next_batch(self, number: int) -> Batch | None:
-        """Next batch of this step, if it is loaded."""
-        if number + 1 < len(self._current):
-            return self._current[number + 1]
-        coming = self._coming[0] if self._coming else None
-        ready = coming is not None and coming.done() and coming.exception() is None
-        return coming.result()[0] if coming is not None and ready else None
+    def _get_next_batch(self, index: int) -> Batch | None:
+        """Return the batch after micro batch `index` of this step, if it is loaded."""
+        if index + 1 < len(self._current):
+            return self._current[index + 1]
+        future = self._futures[0] if self._futures else None
+        is_ready = future is not None and future.done() and future.exception() is None
+        return future.result()[0] if future is not None and is_ready else None
 
     def _start_batch(self, batch: Batch) -> _Started:
         if self._stream is not None:
@@ -147,7 +138,7 @@ class Prefetcher:
 
 
 def draw_global_batch(step: int, batch_size: int, num_sequences: int, seed: int) -> list[int]:
-    """Global batch of a step, the same for any number of processes.
+    """Draw the sequences of a step, the same for any number of processes.
 
     Batches are cut from an endless row of per-epoch permutations. A batch may end one epoch and
     begin the next, and resuming needs only a position in the row.
@@ -156,7 +147,7 @@ def draw_global_batch(step: int, batch_size: int, num_sequences: int, seed: int)
         step: optimizer step, from 0.
         batch_size: sequences per step.
         num_sequences: sequences in the dataset.
-        seed: the run's seed.
+        seed: seed of the run.
 
     Returns:
         `batch_size` indices into the dataset.
@@ -172,21 +163,39 @@ def draw_global_batch(step: int, batch_size: int, num_sequences: int, seed: int)
 
 @lru_cache(maxsize=2)  # a batch may lie in two epochs
 def _draw_permutation(epoch: int, num_sequences: int, seed: int) -> Tensor:
-    """[num_sequences] int64."""
+    """Draw the order of an epoch, [num_sequences] int64."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(num_sequences, generator=generator)
-
-
-def hash_seed(*numbers: int) -> int:
-    """Seed from 0 to 2^63 - 1, hashed from numbers; the same on every machine."""
-    digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def split_micro_batches(
     batch: list[int], rank: int, num_processes: int, size: int
 ) -> list[list[int]]:
-    """Share of a process in a global batch, as forward passes of `size` sequences."""
-    share = len(batch) // num_processes
-    own = batch[rank * share : (rank + 1) * share]
-    return [own[start : start + size] for start in range(0, share, size)]
+    """Split off the part of a process from a global batch, as forward passes of `size` sequences.
+
+    Args:
+        batch: indices of all sequences of a step.
+        rank: number of the process, from 0.
+        num_processes: number of processes, which divides the batch.
+        size: sequences per forward pass.
+    """
+    num_own = len(batch) // num_processes
+    own = batch[rank * num_own : (rank + 1) * num_own]
+    return [own[start : start + size] for start in range(0, num_own, size)]
+
+
+def hash_seed(*numbers: int) -> int:
+    """Hash numbers to a seed from 0 to 2^63 - 1, the same on every machine."""
+    digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def stack_sequences(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
+    """Stack some sequences of a dataset to a batch, on the CPU."""
+    rows = [dataset[index] for index in indices]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def batch_to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch to a device, without waiting for copies from pinned memory."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))

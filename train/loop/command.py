@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator, DistributedType
 
-from conf.command import run_record as following
+from conf.command import run_record
 from conf.command.entry import Command, head_recipe
 from conf.command.environment import check_compile, find_missing_toolchain
 from conf.command.run_record import collect_provenance, make_fingerprint, to_json
@@ -42,97 +42,19 @@ from train.loop.sources import (
 )
 from train.objective import LaunchSpec, Objective
 from train.parallel import processes
-from train.parallel.strategies import strategy_name
+from train.parallel.strategies import get_strategy_name
 
 WARMUP_FRACTION = 0.04
-RATES_OF_TRAINED = 0.2
+TRAINED_HEAD_RATE_FRACTION = 0.2
 """Share of the usual learning rate for a head that was trained before. At the full rate an
 EAGLE-3.1 head of 2.5 million tokens fell from tau 3.18 to 3.01 in 100 steps; at a fifth it rose to
 3.24."""
-
-
-def resolve_length(
-    config: TrainConfig, num_sequences: int, length: int, num_processes: int
-) -> TrainConfig:
-    """Put numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
-
-    Args:
-        config: the run's; its `batch_size`, if that is what counts, divides among the processes.
-        num_sequences: packed sequences to train on.
-        length: tokens of one.
-        num_processes: of the launch.
-
-    Raises:
-        InputError: a warm-up longer than the run.
-    """
-    if config.batch_tokens is not None:
-        share = num_processes * config.micro_batch_size
-        number = share * round(config.batch_tokens / length / share)
-        config = replace(config, batch_size=max(share, number), batch_tokens=None)
-    if config.num_epochs is not None:
-        max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
-        config = replace(config, max_steps=max_steps, num_epochs=None)
-    if config.warmup_steps is None:
-        config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.max_steps))
-    return config
-
-
-def resolve_optimizer(
-    config: TrainConfig, objective: Objective, deepspeed: bool, trained: bool = False
-) -> tuple[TrainConfig, str]:
-    """Put an optimizer, rates and schedule for `auto`.
-
-    Args:
-        config: the run's.
-        objective: knows what suits its head.
-        deepspeed: whether it lays out the parameters, flat, which Muon cannot read.
-        trained: whether the head was trained before.
-
-    Returns:
-        The settings, rates as numbers; and a line for the user.
-    """
-    optimizer = config.optimizer
-    if optimizer is Optimizer.auto:
-        optimizer = Optimizer.adamw if deepspeed else objective.default_optimizer
-    share = RATES_OF_TRAINED if trained else 1.0
-    given = config.learning_rate, config.adam_learning_rate
-    usual = objective.compute_default_rates(optimizer)
-    rate, adam = (
-        share * usual_rate if value == AUTO else float(value)
-        for value, usual_rate in zip(given, usual, strict=True)
-    )
-    said, said_adam = (
-        f"{number:.2g} (auto)" if value == AUTO else f"{number:.2g}"
-        for value, number in zip(given, (rate, adam), strict=True)
-    )
-    line = f"optimizer: AdamW at {said}"
-    if optimizer is Optimizer.muon:
-        line = f"optimizer: Muon at {said} for hidden matrices, AdamW at {said_adam} for the rest"
-    config = replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam)
-    if config.schedule is Schedule.auto:
-        config = replace(config, schedule=objective.default_schedule)
-    return config, f"{line}; schedule: {config.schedule.value}"
-
-
-def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
-    """Length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
-    epochs = config.max_steps * config.batch_size / max(1, num_sequences)
-    tokens = config.batch_size * length
-    return (
-        f"{config.max_steps} steps of {config.batch_size} x {length} = {tokens:,} tokens, "
-        f"{epochs:.1f} epochs"
-    )
-
-
 MIN_COMPILED_LOGITS = 3e10
 """Logits from which compiling pays on a CPU: it costs about 20 s and saves 4 ns per logit of
 EAGLE's loss."""
-
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """Function from the target (`EmbeddingsAndHead` beside a feature store) and the training data to
 the objective and the lines to print about it."""
-
-
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
 
 
@@ -177,11 +99,11 @@ class TrainingCommand:
         """
         settings, always = config.head, target.special_ids
         counts = cache(lambda: data.count_token_ids(target.vocab_size))
-        chooses = hasattr(settings, "draft_vocab_size")
+        has_vocab_setting = hasattr(settings, "draft_vocab_size")
         head: Any
         if settings.path is not None:
             head = self._load_saved_head(settings).attach(target)
-            if not (chooses or head.vocab.full):
+            if not (has_vocab_setting or head.vocab.is_full):
                 raise InputError(
                     f"head.path={settings.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} "
                     f"ids, but {head.variants[head.variant].title} learn all; name the head before "
@@ -189,7 +111,7 @@ class TrainingCommand:
                 )
         else:
             vocab = DraftVocab.make_full(target.vocab_size)
-            if chooses and settings.draft_vocab_size is not None:
+            if has_vocab_setting and settings.draft_vocab_size is not None:
                 vocab = DraftVocab.from_counts(counts(), settings.draft_vocab_size, always)
             head = self.head.from_settings(target, settings, vocab, config.seed)
             mask = getattr(head.config, "mask_token_id", None)
@@ -286,7 +208,7 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
         print_plan(config, source.target.name, lines_of_run, where)
     parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
     with source.open_states(objective.head.taps) as opened_source:
-        rollouts = rollouts_of(config, opened_source)
+        rollouts = make_rollouts(config, opened_source)
         answers = {} if rollouts is None else {"answers": rollouts.generation_settings}
         job = TrainingJob(
             config=config.train,
@@ -310,7 +232,7 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
             num_prefetch_steps=opened_source.count_prefetch_steps(
                 config.train.batch_size * length // world
             ),
-            has_served_states=source.served_by is not None,
+            has_served_states=source.server_settings is not None,
         )
         outcome = loop.fit_head(accelerator, job)
     if accelerator.is_main_process:
@@ -318,61 +240,75 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
             print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir)
         if outcome.finished:
-            following.print_next_command(
+            run_record.print_next_command(
                 "train", build_measure_settings(config, source.target.name)
             )
     processes.end_processes(accelerator)
 
 
-def build_measure_settings(config: TrainRun, target: str) -> dict[str, Any]:
-    """The settings under which a measurement takes the trained head and its target."""
-    out_dir = Path(config.out_dir)
-    adapter = out_dir / "adapter"  # of train/medusa2.py
-    own = {"target.adapter": adapter} if adapter.is_dir() else {}
-    return {
-        "head.path": out_dir / "head",
-        **{"target.path": target, **following.collect_changed_settings(config, "target"), **own},
-        **following.prompts_for(target),
-        "out_dir": config.out_dir,
-    }
+def resolve_length(
+    config: TrainConfig, num_sequences: int, length: int, num_processes: int
+) -> TrainConfig:
+    """Put numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
 
-
-def rollouts_of(config: TrainRun, source: TrainingSource) -> Rollouts | None:
-    """Make rounds of the target's own answers, if asked for."""
-    if config.rollout.steps is None:
-        return None
-    size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
-    url, key = config.rollout.endpoint, os.environ.get(API_KEY)
-    server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
-    served = source.train if isinstance(source.train, ServedSequences) else None
-    data = source.train if served is None else served.rows
-    assert isinstance(data, PackedDataset)  # settings refuse a store
-    made_of = make_fingerprint(target=source.identity)
-    return Rollouts(
-        config.rollout, source.target, data, size, config.seed, folder, server, served, made_of
-    )
-
-
-def estimate_and_check_memory(
-    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
-) -> memory.BytesByPart | None:
-    """Estimate the memory of a run by part, if a formula is known; rank 0 prints it.
+    Args:
+        config: the run's; its `batch_size`, if that is what counts, divides among the processes.
+        num_sequences: packed sequences to train on.
+        length: tokens of one.
+        num_processes: of the launch.
 
     Raises:
-        InputError: the device has too little.
+        InputError: a warm-up longer than the run.
     """
-    if not len(train_data):
-        return None
-    length = len(train_data[0]["input_ids"])
-    setting = LaunchSpec.from_config(config, length, strategy_name(accelerator), accelerator)
-    parts = memory.estimate_memory(objective, setting)
-    total = memory.get_available_bytes(accelerator.device)
-    if parts is not None:
-        if accelerator.is_main_process:
-            print(memory.format_memory(parts, total))  # noqa: T201
-        if total is not None:
-            memory.check_memory_fits(parts, total)
-    return parts
+    if config.batch_tokens is not None:
+        share = num_processes * config.micro_batch_size
+        number = share * round(config.batch_tokens / length / share)
+        config = replace(config, batch_size=max(share, number), batch_tokens=None)
+    if config.num_epochs is not None:
+        max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
+        config = replace(config, max_steps=max_steps, num_epochs=None)
+    if config.warmup_steps is None:
+        config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.max_steps))
+    return config
+
+
+def resolve_optimizer(
+    config: TrainConfig, objective: Objective, deepspeed: bool, trained: bool = False
+) -> tuple[TrainConfig, str]:
+    """Put an optimizer, rates and schedule for `auto`.
+
+    Args:
+        config: the run's.
+        objective: knows what suits its head.
+        deepspeed: whether it lays out the parameters, flat, which Muon cannot read.
+        trained: whether the head was trained before.
+
+    Returns:
+        The settings, rates as numbers; and a line for the user.
+    """
+    optimizer = config.optimizer
+    if optimizer is Optimizer.auto:
+        optimizer = Optimizer.adamw if deepspeed else objective.default_optimizer
+    fraction = TRAINED_HEAD_RATE_FRACTION if trained else 1.0
+    given = config.learning_rate, config.adam_learning_rate
+    usual = objective.compute_default_rates(optimizer)
+    rate, adam = (
+        fraction * usual_rate if value == AUTO else float(value)
+        for value, usual_rate in zip(given, usual, strict=True)
+    )
+    rate_text, adam_text = (
+        f"{number:.2g} (auto)" if value == AUTO else f"{number:.2g}"
+        for value, number in zip(given, (rate, adam), strict=True)
+    )
+    line = f"optimizer: AdamW at {rate_text}"
+    if optimizer is Optimizer.muon:
+        line = (
+            f"optimizer: Muon at {rate_text} for hidden matrices, AdamW at {adam_text} for the rest"
+        )
+    config = replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam)
+    if config.schedule is Schedule.auto:
+        config = replace(config, schedule=objective.default_schedule)
+    return config, f"{line}; schedule: {config.schedule.value}"
 
 
 def needs_compile(
@@ -394,12 +330,60 @@ def needs_compile(
     return sequences * length * objective.loss_logits_per_token > MIN_COMPILED_LOGITS
 
 
+def estimate_and_check_memory(
+    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
+) -> memory.BytesByPart | None:
+    """Estimate the memory of a run by part, if a formula is known; rank 0 prints it.
+
+    Raises:
+        InputError: the device has too little.
+    """
+    if not len(train_data):
+        return None
+    length = len(train_data[0]["input_ids"])
+    setting = LaunchSpec.from_config(config, length, get_strategy_name(accelerator), accelerator)
+    parts = memory.estimate_memory(objective, setting)
+    total = memory.get_available_bytes(accelerator.device)
+    if parts is not None:
+        if accelerator.is_main_process:
+            print(memory.format_memory(parts, total))  # noqa: T201
+        if total is not None:
+            memory.check_memory_fits(parts, total)
+    return parts
+
+
+def make_rollouts(config: TrainRun, source: TrainingSource) -> Rollouts | None:
+    """Make rounds of the target's own answers, if asked for."""
+    if config.rollout.steps is None:
+        return None
+    size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
+    url, key = config.rollout.endpoint, os.environ.get(API_KEY)
+    server = None if url is None else Endpoint(url, api_key=key, setting="rollout.endpoint")
+    served = source.train if isinstance(source.train, ServedSequences) else None
+    data = source.train if served is None else served.rows
+    assert isinstance(data, PackedDataset)  # settings refuse a store
+    made_of = make_fingerprint(target=source.identity)
+    return Rollouts(
+        config.rollout, source.target, data, size, config.seed, folder, server, served, made_of
+    )
+
+
 def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:
     """Print the target, the data and the length of the training."""
     print(f"target: {target}")  # noqa: T201
     for line in lines:
         print(line)  # noqa: T201
     print(f"training: {config.train.max_steps} steps on {where}, to {config.out_dir}")  # noqa: T201
+
+
+def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
+    """Length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
+    epochs = config.max_steps * config.batch_size / max(1, num_sequences)
+    tokens = config.batch_size * length
+    return (
+        f"{config.max_steps} steps of {config.batch_size} x {length} = {tokens:,} tokens, "
+        f"{epochs:.1f} epochs"
+    )
 
 
 def print_end(outcome: Outcome, out_dir: Path) -> None:
@@ -417,3 +401,20 @@ def print_end(outcome: Outcome, out_dir: Path) -> None:
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}; continue with train.resume=auto")  # noqa: T201
+
+
+def build_measure_settings(config: TrainRun, target: str) -> dict[str, Any]:
+    """The settings under which a measurement takes the trained head and its target."""
+    out_dir = Path(config.out_dir)
+    adapter = out_dir / "adapter"  # of train/medusa2.py
+    adapter_setting = {"target.adapter": adapter} if adapter.is_dir() else {}
+    return {
+        "head.path": out_dir / "head",
+        **{
+            "target.path": target,
+            **run_record.collect_changed_settings(config, "target"),
+            **adapter_setting,
+        },
+        **run_record.prompts_for(target),
+        "out_dir": config.out_dir,
+    }

@@ -27,8 +27,6 @@ from train.objective import Objective
 from train.parallel import processes
 from train.parallel.strategies import ParallelStrategy
 
-Evaluate = Callable[[Any], dict[str, float]]
-"""Function from a head in eval mode to figures."""
 ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
     ValueError,
@@ -38,6 +36,95 @@ to stop."""
 EDGES = torch.tensor([1 << 10, 1 << 12, 1 << 14, 1 << 16])
 RANGES = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
 """Ranges of document positions for which accuracies are reported."""
+MAX_PROMPT_TOKENS = 256
+MAX_REPLAY_TOKENS = 64
+TEXT_PROMPT_TOKENS = 32
+Evaluate = Callable[[Any], dict[str, float]]
+"""Function from a head in eval mode to figures."""
+
+
+@torch.no_grad()
+def evaluate_heldout(
+    placement: ParallelStrategy,
+    objective: Objective,
+    heldout: Dataset,
+    extra_evaluate: Evaluate | None,
+    step: int,
+) -> dict[str, float]:
+    """Evaluate on held-out data: loss and measures per depth, also by range of positions.
+
+    Args:
+        placement: holds the head, and its averaged weights if kept.
+        objective: the objective that is trained.
+        heldout: packed sequences.
+        extra_evaluate: further figures, measured on rank 0 only.
+        step: optimizer steps done.
+
+    Returns:
+        Figures by name, on all processes. Empty, with a message, if the evaluation failed on any
+        process.
+    """
+    accelerator = placement.accelerator
+    shape = (len(RANGES), 2 + len(objective.metric_names), len(objective.term_weights))
+    sums, failed = torch.zeros(shape, device=accelerator.device), 1.0
+    extra_figures: dict[str, float] = {}
+    objective.eval()
+    with placement.open_averaged_weights():
+        try:
+            _add_sums(sums, placement, objective, heldout)
+            if accelerator.is_main_process and extra_evaluate is not None:
+                extra_figures = extra_evaluate(objective.head)
+            failed = 0.0
+        except ERRORS as error:
+            frame = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+            tqdm.write(
+                f"step {step}: the evaluation failed in process {accelerator.process_index}, "
+                f"training goes on without its figures: {type(error).__name__}: {error}\n{frame}",
+                file=sys.stderr,
+            )
+    objective.train()
+    processes.wait_for_processes()  # rank 0 measures more than the others
+    packed = torch.cat([sums.new_tensor([failed]), sums.flatten()])
+    packed = accelerator.reduce(packed, reduction="sum")
+    if packed[0] > 0:
+        return {}
+    sums = packed[1:].view_as(sums)
+    named = compute_metrics("eval", sums.sum(0), objective.term_weights, objective)
+    ranges = [
+        (name, range_sums)
+        for name, range_sums in zip(RANGES, sums, strict=True)
+        if range_sums[1].any()
+    ]
+    for name, range_sums in ranges if len(ranges) > 1 else ():
+        means = compute_metrics(f"eval/{name}", range_sums, objective.term_weights, objective)
+        named |= {key: value for key, value in means.items() if "loss" not in key}
+    return named | {f"eval/{name}": value for name, value in extra_figures.items()}
+
+
+def _add_sums(
+    sums: Tensor, placement: ParallelStrategy, objective: Objective, heldout: Dataset
+) -> None:
+    """Add this process's share of the held-out sums to `sums` [R, 2 + L, K], by position range."""
+    config, accelerator = placement.config, placement.accelerator
+    weights = objective.term_weights.to(accelerator.device)
+    indices = list(range(min(len(heldout), config.num_eval_sequences)))
+    indices = indices[accelerator.process_index :: accelerator.num_processes]
+    for begin in range(0, len(indices), config.micro_batch_size):
+        rows = stack_sequences(heldout, indices[begin : begin + config.micro_batch_size])
+        loss_mask, ranges = (
+            rows["loss_mask"],
+            torch.bucketize(rows["position_ids"], EDGES, right=True),
+        )
+        batch: Batch = {}
+        for number in ranges[loss_mask].unique().tolist():
+            indexed = objective.index_batch({**rows, "loss_mask": loss_mask & (ranges == number)})
+            if batch:  # the states are there already
+                new = {k: v for k, v in indexed.items() if k not in rows or k == "loss_mask"}
+                batch = {**batch, **batch_to_device(new, accelerator.device)}
+            else:
+                batch = objective.prepare_batch(batch_to_device(indexed, accelerator.device))
+            # `forward` skips the hooks of a strategy, which wait for processes without a batch.
+            sums[number] += objective.forward(batch, weights).terms
 
 
 def compute_metrics(
@@ -57,88 +144,6 @@ def compute_metrics(
         for depth, value in enumerate(means[row].tolist(), start=objective.first_depth):
             named[f"{prefix}/{name}_d{depth}"] = value
     return named
-
-
-@torch.no_grad()
-def evaluate_heldout(
-    placement: ParallelStrategy,
-    objective: Objective,
-    heldout: Dataset,
-    more: Evaluate | None,
-    step: int,
-) -> dict[str, float]:
-    """Evaluate on held-out data: loss and measures per depth, also by range of positions.
-
-    Args:
-        placement: holds the head, and its averaged weights if kept.
-        objective: the objective that is trained.
-        heldout: packed sequences.
-        more: further figures, measured on rank 0 only.
-        step: optimizer steps done.
-
-    Returns:
-        Figures by name, on all processes. Empty, with a message, if the evaluation failed on any
-        process.
-    """
-    accelerator = placement.accelerator
-    shape = (len(RANGES), 2 + len(objective.metric_names), len(objective.term_weights))
-    sums, failed = torch.zeros(shape, device=accelerator.device), 1.0
-    added: dict[str, float] = {}
-    objective.eval()
-    with placement.open_averaged_weights():
-        try:
-            _add_sums(sums, placement, objective, heldout)
-            if accelerator.is_main_process and more is not None:
-                added = more(objective.head)
-            failed = 0.0
-        except ERRORS as error:
-            where = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-            tqdm.write(
-                f"step {step}: the evaluation failed in process {accelerator.process_index}, "
-                f"training goes on without its figures: {type(error).__name__}: {error}\n{where}",
-                file=sys.stderr,
-            )
-    objective.train()
-    processes.wait_for_processes()  # rank 0 measures more than the others
-    packed = torch.cat([sums.new_tensor([failed]), sums.flatten()])
-    packed = accelerator.reduce(packed, reduction="sum")
-    if packed[0] > 0:
-        return {}
-    sums = packed[1:].view_as(sums)
-    named = compute_metrics("eval", sums.sum(0), objective.term_weights, objective)
-    ranges = [(name, part) for name, part in zip(RANGES, sums, strict=True) if part[1].any()]
-    for name, part in ranges if len(ranges) > 1 else ():
-        means = compute_metrics(f"eval/{name}", part, objective.term_weights, objective)
-        named |= {key: value for key, value in means.items() if "loss" not in key}
-    return named | {f"eval/{name}": value for name, value in added.items()}
-
-
-def _add_sums(
-    sums: Tensor, placement: ParallelStrategy, objective: Objective, heldout: Dataset
-) -> None:
-    """Add this process's share of the held-out sums to `sums` [R, 2 + L, K], by position range."""
-    config, accelerator = placement.config, placement.accelerator
-    weights = objective.term_weights.to(accelerator.device)
-    own = list(range(min(len(heldout), config.num_eval_sequences)))
-    own = own[accelerator.process_index :: accelerator.num_processes]
-    for begin in range(0, len(own), config.micro_batch_size):
-        rows = stack_sequences(heldout, own[begin : begin + config.micro_batch_size])
-        learnt, ranges = rows["loss_mask"], torch.bucketize(rows["position_ids"], EDGES, right=True)
-        batch: Batch = {}
-        for number in ranges[learnt].unique().tolist():
-            indexed = objective.index_batch({**rows, "loss_mask": learnt & (ranges == number)})
-            if batch:  # the states are there already
-                new = {k: v for k, v in indexed.items() if k not in rows or k == "loss_mask"}
-                batch = {**batch, **batch_to_device(new, accelerator.device)}
-            else:
-                batch = objective.prepare_batch(batch_to_device(indexed, accelerator.device))
-            # `forward` skips the hooks of a strategy, which wait for processes without a batch.
-            sums[number] += objective.forward(batch, weights).terms
-
-
-MAX_PROMPT_TOKENS = 256
-MAX_REPLAY_TOKENS = 64
-TEXT_PROMPT_TOKENS = 32
 
 
 class Replay(ABC):
@@ -220,8 +225,8 @@ class StoredReplay(Replay):
             if name == HIDDEN_STATES or name.startswith("layers.")
         }
         layers = {index: states[f"layers.{index}"] for index in self.taps.layers}
-        some = next(iter(states.values()))
-        return TargetOutput(states.get(HIDDEN_STATES, some[..., :0]), layers)
+        any_states = next(iter(states.values()))
+        return TargetOutput(states.get(HIDDEN_STATES, any_states[..., :0]), layers)
 
 
 def select_heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:

@@ -24,9 +24,15 @@ from conf.errors import InputError
 from conf.files import make_folder
 from conf.settings.training import LogConfig, TrainConfig
 from heads.devices import to_device
-from train.batch import data_loader as schedule
 from train.batch.batch import NOISE_SEEDS, Batch
-from train.batch.data_loader import Dataset, Prefetcher, batch_to_device, stack_sequences
+from train.batch.data_loader import (
+    Dataset,
+    Prefetcher,
+    batch_to_device,
+    hash_seed,
+    split_micro_batches,
+    stack_sequences,
+)
 from train.loop.evaluation import Evaluate, compute_metrics, evaluate_heldout
 from train.loop.metric_logger import MetricLogger
 from train.loop.rollouts import Rollouts, Round
@@ -34,102 +40,11 @@ from train.loop.sources import WaitTimer, format_server_balance
 from train.loss.fused_linear import LossSums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
-from train.parallel import checkpoint as resume
 from train.parallel.optimizers import compute_learning_rate, state_keys
 from train.parallel.strategies import make_strategy
 
-FEWEST_ALLOWED = 8
-FEWEST_SHOWN = 8
-
-
-class SkippedSequences:
-    """Packed training sequences that are left out of all further steps.
-
-    A diverged head makes every loss non-finite, which is no fault of the sequences. To tell both
-    cases apart, at least eight sequences are run: those of the step and, if too few, single
-    sequences of neighbouring steps. If most are bad, the head is at fault; otherwise the bad
-    sequences of the step are left out.
-
-    Args:
-        num_sequences: number of training sequences. At most 1% of them, or eight, may be left out.
-        known: indices of sequences that a checkpoint lists as left out.
-    """
-
-    def __init__(self, num_sequences: int, known: Iterable[int] = ()) -> None:
-        self.most = max(FEWEST_ALLOWED, num_sequences // 100)
-        self.numbers = set(known)
-
-    def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
-        """Leave out more sequences.
-
-        Args:
-            numbers: indices of the sequences.
-            step: optimizer step, from 1.
-
-        Returns:
-            A line to print.
-
-        Raises:
-            InputError: too many sequences are left out.
-        """
-        new = sorted(numbers)
-        self.numbers |= {*new}
-        if len(self.numbers) > self.most:
-            raise InputError(
-                f"step {step}: the loss of {len(self.numbers)} packed training sequences is not "
-                f"finite; at most {self.most} may be left out. The newest are {new}: look at them, "
-                "or set train.dtype=float32 or a lower train.learning_rate"
-            )
-        return (
-            f"step {step}: the loss of packed training sequences {new} is not finite: they are "
-            f"left out from this step on ({len(self.numbers)} of at most {self.most})"
-        )
-
-    def filter_kept(self, numbers: Iterable[int]) -> list[int]:
-        """Filter out sequences that are left out, and repetitions."""
-        return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
-
-    def has_diverged(
-        self,
-        bad: list[int],
-        own: list[int],
-        around: Iterable[list[int]],
-        is_bad: Callable[[int], bool],
-    ) -> bool:
-        """Tell a diverged head from bad sequences.
-
-        Args:
-            bad: sequences of the step with non-finite losses.
-            own: all sequences of the step.
-            around: sequences of other steps, the likeliest good ones first.
-            is_bad: runs the head on a sequence; True if its loss is not finite.
-        """
-        own = self.filter_kept(own)
-        shown = dict.fromkeys(own)
-        for numbers in around:
-            if len(shown) >= FEWEST_SHOWN:
-                break
-            shown |= dict.fromkeys(self.filter_kept(numbers))
-        others = list(shown)[len(own) : max(len(own), FEWEST_SHOWN)]
-        return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
-
-    def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
-        """Replace left-out sequences with padding.
-
-        Args:
-            batch: [B, T, ...] tensors by name, on the CPU.
-            numbers: indices of its B sequences.
-
-        Returns:
-            The batch itself if nothing is left out, otherwise a copy.
-        """
-        rows = [row for row, number in enumerate(numbers) if number in self.numbers]
-        if not rows:
-            return batch
-        copied = {name: torch.clone(tensor) for name, tensor in batch.items()}
-        for name, tensor in copied.items():
-            tensor[rows] = -1 if name == "document_ids" else 0
-        return copied
+MIN_SKIP_LIMIT = 8
+MIN_TESTED_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -174,17 +89,17 @@ class TrainingJob:
     def resume_settings(self) -> dict[str, Any]:
         """Settings by key that must not change when the run continues. A checkpoint keeps them."""
         return {
-            resume.KIND: type(self.objective.head).__name__,
+            checkpoint.KIND: type(self.objective.head).__name__,
             "seed": self.seed,
-            **resume.collect_resume_settings("train", self.config),
+            **checkpoint.collect_resume_settings("train", self.config),
             **(
                 {}
                 if self.rollouts is None
-                else resume.collect_resume_settings("rollout", self.rollouts.config)
+                else checkpoint.collect_resume_settings("rollout", self.rollouts.config)
             ),
             **self.fingerprint,
             "packed sequences": len(self.train),
-            "checksum of the first sequence": resume.compute_token_checksum(self.train[0]),
+            "checksum of the first sequence": checkpoint.compute_token_checksum(self.train[0]),
             **self.objective.resume_settings,
         }
 
@@ -291,7 +206,7 @@ class TrainingLoop:
         head = self.job.objective.head
         progress, tensors = checkpoint.load_checkpoint(path)
         now = self.job.resume_settings
-        if unknown := resume.check_resume_settings(
+        if unknown := checkpoint.check_resume_settings(
             path, progress.run, now, self.config, progress.step
         ):
             self.print_on_main(
@@ -305,9 +220,9 @@ class TrainingLoop:
         return tensors.state
 
     def _check_agreed(self) -> None:
-        own = torch.zeros(self.world, device=self.device)
-        own[self.rank] = self.step
-        steps = self._sum_over_processes(own).int().tolist()
+        own_step = torch.zeros(self.world, device=self.device)
+        own_step[self.rank] = self.step
+        steps = self._sum_over_processes(own_step).int().tolist()
         if len(set(steps)) > 1:
             raise InputError(
                 f"train.resume={self.config.resume}: processes found checkpoints of different "
@@ -380,10 +295,10 @@ class TrainingLoop:
         with self.waiting.measure_wait():
             batches = self.prefetcher.next_step()
         result = self._compute_gradients(batches, self.prefetcher.iter_micro_batches())
-        again = False
+        is_reloaded = False
         while not all(map(math.isfinite, result.losses)):
-            self._leave_out(result.losses, again)
-            again = True
+            self._skip_non_finite(result.losses, is_reloaded)
+            is_reloaded = True
             batches = self._load_micro_batches(self.step)
             result = self._compute_gradients(batches, map(self._prepare_batch, batches))
         self._check_norm(result.norm)
@@ -428,8 +343,8 @@ class TrainingLoop:
         size, objective = self.config.micro_batch_size, self.job.objective
         batches: list[Batch] = []
         indices = self.round.draw_global_batch(step, self.config.batch_size)
-        for group in schedule.split_micro_batches(indices, self.rank, self.world, size):
-            seeds = tuple(schedule.hash_seed(self.job.seed, step, index) for index in group)
+        for group in split_micro_batches(indices, self.rank, self.world, size):
+            seeds = tuple(hash_seed(self.job.seed, step, index) for index in group)
             batch = self.skipped.blank_skipped(stack_sequences(self.round.data, group), group)
             batches.append(objective.index_training_batch({**batch, NOISE_SEEDS: seeds}))
         return batches
@@ -461,19 +376,19 @@ class TrainingLoop:
         """
         losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
         losses[self.rank] = sums[:, 0].sum(1)
-        own = torch.tensor([num_tokens, self.stop_asked], dtype=torch.float64)
-        parts = (to_device(own, self.device), losses.flatten(), sums.sum(0).flatten())
+        own_figures = torch.tensor([num_tokens, self.stop_asked], dtype=torch.float64)
+        parts = (to_device(own_figures, self.device), losses.flatten(), sums.sum(0).flatten())
         packed = self._sum_over_processes(torch.cat([part.double() for part in parts]))
         packed = torch.cat([packed, norm.double().view(1)]).to("cpu")
-        (tokens, stop), of_losses, terms, (gathered_norm,) = packed.split(
+        (tokens, stop), all_losses, terms, (gathered_norm,) = packed.split(
             [2, losses.numel(), sums[0].numel(), 1]
         )
         return _StepResult(
-            tokens=int(tokens), stop=bool(stop > 0), losses=of_losses.tolist(),
+            tokens=int(tokens), stop=bool(stop > 0), losses=all_losses.tolist(),
             sums=terms.view_as(sums[0]).float(), norm=float(gathered_norm),
         )  # fmt: skip
 
-    def _leave_out(self, losses: list[float], is_reloaded: bool) -> None:
+    def _skip_non_finite(self, losses: list[float], is_reloaded: bool) -> None:
         """Drop the gradients of a step, and leave out the sequences with non-finite losses.
 
         Args:
@@ -493,14 +408,16 @@ class TrainingLoop:
         new = self.skipped.filter_kept(suspects)
         if not new and not is_reloaded:
             return  # loaded before they were left out
-        faulty = [index for index in new if self._is_bad(index)] or new
+        faulty = [index for index in new if self._is_loss_non_finite(index)] or new
         around = self.round.iter_other_batches(self.step, self.config.batch_size)
-        if not faulty or self.skipped.has_diverged(faulty, indices, around, self._is_bad):
+        if not faulty or self.skipped.has_diverged(
+            faulty, indices, around, self._is_loss_non_finite
+        ):
             self._stop_on("the loss", faulty or suspects)
         self.print_on_main(self.skipped.skip_sequences(faulty, self.step + 1))
 
     @torch.no_grad()
-    def _is_bad(self, index: int) -> bool:
+    def _is_loss_non_finite(self, index: int) -> bool:
         """Run the head on one sequence, on all processes; True if its loss is not finite."""
         objective = self.job.objective
         batch = objective.index_training_batch(
@@ -553,8 +470,8 @@ class TrainingLoop:
             self.metrics.log(self.step, self.evaluation)
         # Figures by position appear in the file only.
         named = {name.removeprefix("eval/"): value for name, value in self.evaluation.items()}
-        shown = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
-        self.print_on_main(f"step {self.step}: {', '.join(shown)}")
+        figures = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
+        self.print_on_main(f"step {self.step}: {', '.join(figures)}")
 
     def _save_checkpoint(self) -> None:
         tensors = self.placement.gather_tensors()
@@ -597,3 +514,93 @@ def _stop_signals(run: TrainingLoop) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class SkippedSequences:
+    """Packed training sequences that are left out of all further steps.
+
+    A diverged head makes every loss non-finite, which is no fault of the sequences. To tell both
+    cases apart, at least eight sequences are run: those of the step and, if too few, single
+    sequences of neighbouring steps. If most are bad, the head is at fault; otherwise the bad
+    sequences of the step are left out.
+
+    Args:
+        num_sequences: number of training sequences. At most 1% of them, or eight, may be left out.
+        known: indices of sequences that a checkpoint lists as left out.
+    """
+
+    def __init__(self, num_sequences: int, known: Iterable[int] = ()) -> None:
+        self.most = max(MIN_SKIP_LIMIT, num_sequences // 100)
+        self.numbers = set(known)
+
+    def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
+        """Leave out more sequences.
+
+        Args:
+            numbers: indices of the sequences.
+            step: optimizer step, from 1.
+
+        Returns:
+            A line to print.
+
+        Raises:
+            InputError: too many sequences are left out.
+        """
+        new = sorted(numbers)
+        self.numbers |= {*new}
+        if len(self.numbers) > self.most:
+            raise InputError(
+                f"step {step}: the loss of {len(self.numbers)} packed training sequences is not "
+                f"finite; at most {self.most} may be left out. The newest are {new}: look at them, "
+                "or set train.dtype=float32 or a lower train.learning_rate"
+            )
+        return (
+            f"step {step}: the loss of packed training sequences {new} is not finite: they are "
+            f"left out from this step on ({len(self.numbers)} of at most {self.most})"
+        )
+
+    def filter_kept(self, numbers: Iterable[int]) -> list[int]:
+        """Filter out sequences that are left out, and repetitions."""
+        return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
+
+    def has_diverged(
+        self,
+        bad: list[int],
+        own: list[int],
+        around: Iterable[list[int]],
+        is_bad: Callable[[int], bool],
+    ) -> bool:
+        """Tell a diverged head from bad sequences.
+
+        Args:
+            bad: sequences of the step with non-finite losses.
+            own: all sequences of the step.
+            around: sequences of other steps, the likeliest good ones first.
+            is_bad: runs the head on a sequence; True if its loss is not finite.
+        """
+        own = self.filter_kept(own)
+        tested = dict.fromkeys(own)
+        for numbers in around:
+            if len(tested) >= MIN_TESTED_SEQUENCES:
+                break
+            tested |= dict.fromkeys(self.filter_kept(numbers))
+        others = list(tested)[len(own) : max(len(own), MIN_TESTED_SEQUENCES)]
+        return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
+
+    def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
+        """Replace left-out sequences with padding.
+
+        Args:
+            batch: [B, T, ...] tensors by name, on the CPU.
+            numbers: indices of its B sequences.
+
+        Returns:
+            The batch itself if nothing is left out, otherwise a copy.
+        """
+        rows = [row for row, number in enumerate(numbers) if number in self.numbers]
+        if not rows:
+            return batch
+        copied = {name: torch.clone(tensor) for name, tensor in batch.items()}
+        for name, tensor in copied.items():
+            tensor[rows] = -1 if name == "document_ids" else 0
+        return copied

@@ -17,73 +17,22 @@ from conf.errors import InputError
 from heads.target_model.architecture import compute_mlp_size
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
-from train.loss import fused_linear as fused
+from train.loss import fused_linear
 from train.objective import LaunchSpec, Objective
 from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
-"""Float32 tensors of a piece that live at a time (see `piece_bytes` of `train.loss.fused_linear`),
-against the text and against a distribution. One more if logits are not float32."""
+"""Float32 tensors [r, W] that exist at once while a piece of `train.loss.fused_linear` is compared:
+one against the text, four against a distribution. Logits in another dtype add one, their float32
+copy."""
 FLOAT32_BYTES = 4
-
-
-def estimate_loss_bytes(
-    setting: LaunchSpec, rows: int, shape: tuple[int, int], num_pieces: int
-) -> int:
-    """Bytes of a chunk: its logits, and either pieces or the factors of the backward product.
-
-    Args:
-        setting: sizes of the launch.
-        rows: rows of a student.
-        shape: shape [W, H] of the projection.
-        num_pieces: pieces that live at a time; one more is added if logits are not float32.
-    """
-    e, (width, hidden) = setting.dtype.itemsize, shape
-    whole = get_chunk_limit(setting)
-    chunk = min(rows, max(1, whole // (width * e)))
-    piece = min(fused.piece_bytes(width, not setting.cuda), chunk * width * FLOAT32_BYTES)
-    tile = min(fused.TILE_BYTES, width * max(hidden, chunk) * FLOAT32_BYTES)
-    back = chunk * hidden * (e + FLOAT32_BYTES) + (0 if e == FLOAT32_BYTES else tile)
-    return (
-        chunk * width * e
-        + chunk * hidden * e
-        + max((num_pieces + (e < FLOAT32_BYTES)) * piece, back)
-    )
-
-
-def teacher_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
-    """Bytes of the target's logits [rows, width] beside a student's, in the target's dtype."""
-    return min(rows * width * target.dtype.itemsize, get_chunk_limit(setting))
-
-
-def making_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
-    """Bytes while a teacher's logits are made: all logits, the drafted ones, and pieces."""
-    whole = teacher_bytes(setting, rows, target, target.vocab_size)
-    drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
-    most = fused.piece_bytes(target.vocab_size, not setting.cuda)
-    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32_BYTES)
-
-
-def get_chunk_limit(setting: LaunchSpec) -> int:
-    """Largest bytes of a chunk's logits."""
-    return fused.CHUNK_BYTES if setting.cuda else fused.CPU_CHUNK_BYTES
-
-
-def copied_bytes(head: Any, setting: LaunchSpec) -> int:
-    """Bytes of copies of all matrices, if autocast's dtype is not float32."""
-    if setting.dtype is torch.float32:
-        return 0
-    sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
-    return setting.dtype.itemsize * sum(sizes)
-
-
-BytesByPart = dict[str, int]
 REMEDIES = (
     "lower train.micro_batch_size, data.max_length or head.draft_vocab_size, load the target with "
     "target.quantization, train from a feature store with data.features, or launch with "
     "conf/accelerate/fsdp2.yaml or zero2.yaml"
 )
+BytesByPart = dict[str, int]
 
 
 def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | None:
@@ -94,35 +43,58 @@ def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | 
         setting: sizes of the launch.
     """
     head, target = objective.head, objective.target
-    counted = objective.estimate_memory(setting)
-    if counted is None:
+    estimate = objective.estimate_memory(setting)
+    if estimate is None:
         return None
-    held = {"target": target_bytes(target), **_of_strategy(head, setting)}
+    parts = {"target": count_target_bytes(target), **_estimate_strategy_bytes(head, setting)}
     # N (1 + layers read) H t of this micro batch and, on CUDA, of the next (`Prefetcher`).
     states = setting.tokens * (1 + len(head.taps.layers)) * target.hidden_size
-    held["hidden states"] = (2 if setting.cuda else 1) * states * target.dtype.itemsize
-    held["activations of the head"] = counted.kept
+    parts["hidden states"] = (2 if setting.cuda else 1) * states * target.dtype.itemsize
+    parts["activations of the head"] = estimate.kept
     if setting.cuda and isinstance(target, Target):
         # Meanwhile the target reads the next micro batch on its own stream. Per layer without
         # gradients: 3 N I t in its MLP and 4 N H t beside it.
         widths = 3 * compute_mlp_size(target.config) + 4 * target.hidden_size
-        held["a pass of the target"] = setting.tokens * target.dtype.itemsize * widths
+        parts["a pass of the target"] = setting.tokens * target.dtype.itemsize * widths
     reduced = 0
     if setting.strategy == "FSDP2":
         # FSDP2 gets S / n, and copies whole gradients after it has freed whole weights.
-        reduced = trained_bytes(head) // setting.num_processes
+        reduced = count_trained_bytes(head) // setting.num_processes
     elif setting.strategy.startswith("ZeRO"):
         # ZeRO moves gradients into its bucket and then distributes them.
         reduced = ZERO_BUCKET * FLOAT32_BYTES
     moments: list[BytesByPart] = [
-        {**held, "copies in train.dtype": counted.copies, "loss": counted.loss},
-        {**held, "backward pass": counted.backward, "reduction of gradients": reduced},
+        {**parts, "copies in train.dtype": estimate.copies, "loss": estimate.loss},
+        {**parts, "backward pass": estimate.backward, "reduction of gradients": reduced},
     ]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return {name: size for name, size in fullest.items() if size}
 
 
-def target_bytes(target: EmbeddingsAndOutputHead) -> int:
+def _estimate_strategy_bytes(head: Any, setting: LaunchSpec) -> BytesByPart:
+    """Bytes of parameters, gradients and optimizer state.
+
+    DDP holds S of weights, S of gradients (views of its buckets) and the whole state. FSDP2 holds
+    1/n of each, and whole weights and gradients while in use. ZeRO adds a copy of its share of the
+    weights. From stage 2 on it shards gradients, which are whole until reduced; at stage 3 it
+    shards the weights. AdamW's state takes twice the parameters, Muon's once; an average takes once
+    more.
+    """
+    whole, keys = count_trained_bytes(head), state_keys(head, setting.train)
+    state = FLOAT32_BYTES * sum(
+        len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters()
+    )
+    frozen = FLOAT32_BYTES * sum(p.numel() for p in head.parameters() if not p.requires_grad)
+    per_process = whole // setting.num_processes
+    num_shards = {"DDP": 0, "FSDP2": 1, "ZeRO-1": 1, "ZeRO-2": 1, "ZeRO-3": 2}[setting.strategy]
+    return {
+        "head": whole + num_shards * per_process + frozen,
+        "gradients": whole,
+        "optimizer": state // setting.num_processes if num_shards else state,
+    }
+
+
+def count_target_bytes(target: EmbeddingsAndOutputHead) -> int:
     """Bytes of the target's weights on the head's device; beside a feature store, of its ends."""
     modules = (target.embedding, target.output_head)  # may share one weight
     weights: Any = {module.weight.data_ptr(): module.weight for module in modules}.values()
@@ -132,41 +104,9 @@ def target_bytes(target: EmbeddingsAndOutputHead) -> int:
     return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
-def trained_bytes(head: Any) -> int:
+def count_trained_bytes(head: Any) -> int:
     """Bytes S of the trained parameters, in float32."""
     return FLOAT32_BYTES * sum(p.numel() for p in head.parameters() if p.requires_grad)
-
-
-def _of_strategy(head: Any, setting: LaunchSpec) -> BytesByPart:
-    """Bytes of parameters, gradients and optimizer state.
-
-    DDP holds S of weights, S of gradients (views of its buckets) and the whole state. FSDP2 holds
-    1/n of each, and whole weights and gradients while in use. ZeRO adds a copy of its share of the
-    weights. From stage 2 on it shards gradients, which are whole until reduced; at stage 3 it
-    shards the weights. AdamW's state takes twice the parameters, Muon's once; an average takes once
-    more.
-    """
-    whole, keys = trained_bytes(head), state_keys(head, setting.train)
-    state = FLOAT32_BYTES * sum(
-        len(keys.get(n, ())) * p.numel() for n, p in head.named_parameters()
-    )
-    frozen = FLOAT32_BYTES * sum(p.numel() for p in head.parameters() if not p.requires_grad)
-    share = whole // setting.num_processes
-    shares = {"DDP": 0, "FSDP2": 1, "ZeRO-1": 1, "ZeRO-2": 1, "ZeRO-3": 2}[setting.strategy]
-    return {
-        "head": whole + shares * share + frozen,
-        "gradients": whole,
-        "optimizer": state // setting.num_processes if shares else state,
-    }
-
-
-def format_memory(parts: BytesByPart, total: int | None) -> str:
-    """`memory on each device, estimated: target 16.1 GB, ... = 31.0 of 139.8 GB`."""
-    named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
-    limit = "" if total is None else f" of {total / 1e9:.1f}"
-    return (
-        f"memory on each device, estimated, in GB: {named} = {sum(parts.values()) / 1e9:.1f}{limit}"
-    )
 
 
 def check_memory_fits(parts: BytesByPart, total: int) -> None:
@@ -190,6 +130,15 @@ def get_available_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
+def format_memory(parts: BytesByPart, total: int | None) -> str:
+    """`memory on each device, estimated: target 16.1 GB, ... = 31.0 of 139.8 GB`."""
+    named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    limit = "" if total is None else f" of {total / 1e9:.1f}"
+    return (
+        f"memory on each device, estimated, in GB: {named} = {sum(parts.values()) / 1e9:.1f}{limit}"
+    )
+
+
 def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
     """Line with the estimate and the measured peak of a CUDA device."""
     measured = torch.cuda.max_memory_allocated(device)
@@ -197,3 +146,55 @@ def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
         f"memory: {sum(parts.values()) / 1e9:.1f} GB estimated, {measured / 1e9:.1f} GB measured "
         "at most"
     )
+
+
+def estimate_loss_bytes(
+    setting: LaunchSpec, rows: int, shape: tuple[int, int], num_pieces: int
+) -> int:
+    """Bytes of a chunk: its logits, and either pieces or the factors of the backward product.
+
+    Args:
+        setting: sizes of the launch.
+        rows: rows of a student.
+        shape: shape [W, H] of the projection.
+        num_pieces: pieces that live at a time; one more is added if logits are not float32.
+    """
+    e, (width, hidden) = setting.dtype.itemsize, shape
+    whole = get_chunk_limit(setting)
+    chunk = min(rows, max(1, whole // (width * e)))
+    piece = min(
+        fused_linear.compute_piece_bytes(width, not setting.cuda), chunk * width * FLOAT32_BYTES
+    )
+    tile = min(fused_linear.TILE_BYTES, width * max(hidden, chunk) * FLOAT32_BYTES)
+    back = chunk * hidden * (e + FLOAT32_BYTES) + (0 if e == FLOAT32_BYTES else tile)
+    return (
+        chunk * width * e
+        + chunk * hidden * e
+        + max((num_pieces + (e < FLOAT32_BYTES)) * piece, back)
+    )
+
+
+def estimate_teacher_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
+    """Bytes of the target's logits [rows, width] beside a student's, in the target's dtype."""
+    return min(rows * width * target.dtype.itemsize, get_chunk_limit(setting))
+
+
+def estimate_teacher_peak_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
+    """Bytes while a teacher's logits are made: all logits, the drafted ones, and pieces."""
+    whole = estimate_teacher_bytes(setting, rows, target, target.vocab_size)
+    drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
+    most = fused_linear.compute_piece_bytes(target.vocab_size, not setting.cuda)
+    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32_BYTES)
+
+
+def estimate_copied_bytes(head: Any, setting: LaunchSpec) -> int:
+    """Bytes of copies of all matrices, if autocast's dtype is not float32."""
+    if setting.dtype is torch.float32:
+        return 0
+    sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
+    return setting.dtype.itemsize * sum(sizes)
+
+
+def get_chunk_limit(setting: LaunchSpec) -> int:
+    """Largest bytes of a chunk's logits."""
+    return fused_linear.CHUNK_BYTES if setting.cuda else fused_linear.CPU_CHUNK_BYTES

@@ -37,8 +37,8 @@ from heads.draft_head import DraftHead
 from heads.folders import load_tensors, write_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
-from train.batch import data_loader as schedule
-from train.batch.data_loader import Dataset
+from train.batch import data_loader
+from train.batch.data_loader import Dataset, hash_seed
 from train.loop.evaluation import iter_prompts
 from train.loop.sources import ServedSequences
 from train.parallel import processes
@@ -67,7 +67,9 @@ class Round(NamedTuple):
 
     def draw_global_batch(self, step: int, batch_size: int) -> list[int]:
         """Global batch of a step, as indices."""
-        return schedule.draw_global_batch(step - self.first, batch_size, len(self.data), self.seed)
+        return data_loader.draw_global_batch(
+            step - self.first, batch_size, len(self.data), self.seed
+        )
 
     def iter_other_batches(self, step: int, batch_size: int) -> Iterator[list[int]]:
         """Yield batches of earlier steps, the latest first, then those of later steps."""
@@ -132,8 +134,11 @@ class Rollouts:
         return {"generation_config": to_json(asked), "stop": to_json(self.target.stop_strings)}
 
     def _make_fingerprint(self) -> dict[str, Any]:
-        how = {"max_new_tokens": self.config.max_new_tokens, "temperature": self.config.temperature}
-        return {**self.made_of, **self.generation_settings, **how, "seed": self.seed}
+        sampling = {
+            "max_new_tokens": self.config.max_new_tokens,
+            "temperature": self.config.temperature,
+        }
+        return {**self.made_of, **self.generation_settings, **sampling, "seed": self.seed}
 
     def load_or_write_round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
         """Read the round of a step, or make it on all processes.
@@ -181,7 +186,7 @@ class Rollouts:
         """Prompts of these steps' sequences that leave room for an answer."""
         numbers: dict[int, None] = {}
         for step in range(first, last):
-            batch = schedule.draw_global_batch(step, self.batch_size, len(self.data), self.seed)
+            batch = data_loader.draw_global_batch(step, self.batch_size, len(self.data), self.seed)
             numbers |= dict.fromkeys(batch)
         window = self.target.max_positions
         room = None if window is None else window - self.config.max_new_tokens
@@ -206,9 +211,11 @@ class Rollouts:
         if not file.exists():
             return None
         with safe_open(file, "pt") as opened:
-            made = (opened.metadata() or {}).get(MADE)
+            fingerprint = (opened.metadata() or {}).get(MADE)
         # A round of an earlier version has no statement.
-        if made is not None and find_changed_keys(json.loads(made), self._make_fingerprint()):
+        if fingerprint is not None and find_changed_keys(
+            json.loads(fingerprint), self._make_fingerprint()
+        ):
             return None
         texts = AnsweredPrompts(**load_tensors(file))
         return texts if texts.are_answers_to(prompts) else None
@@ -220,17 +227,25 @@ class Rollouts:
         size = GROUP * self.config.batch_size
         groups = [range(begin, len(prompts))[:size] for begin in range(0, len(prompts), size)]
         # Groups are the same on any number of processes, and so are their answers.
-        mine = groups[state.process_index :: state.num_processes]
-        own: list[tuple[int, Generation]] = []
-        bar = tqdm(mine, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False)
+        own_groups = groups[state.process_index :: state.num_processes]
+        own_answers: list[tuple[int, Generation]] = []
+        bar = tqdm(
+            own_groups, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False
+        )
         for group in bar:
-            own += zip(group, self._generate_group(number, group, prompts, head), strict=True)
+            own_answers += zip(
+                group, self._generate_group(number, group, prompts, head), strict=True
+            )
         processes.wait_for_processes()
-        answers = [answer for _, answer in sorted(gather_items(own), key=lambda pair: pair[0])]
-        whole = [prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)]
+        answers = [
+            answer for _, answer in sorted(gather_items(own_answers), key=lambda pair: pair[0])
+        ]
+        token_ids = [
+            prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         texts = AnsweredPrompts(
-            token_ids=torch.tensor([token for text in whole for token in text]),
-            lengths=torch.tensor(list(map(len, whole))),
+            token_ids=torch.tensor([token for text in token_ids for token in text]),
+            lengths=torch.tensor(list(map(len, token_ids))),
             prompts=torch.tensor(list(map(len, prompts))),
         )
         num_tokens = sum(len(answer.token_ids) for answer in answers)
@@ -249,9 +264,7 @@ class Rollouts:
         self, number: int, group: range, prompts: list[list[int]], head: DraftHead
     ) -> list[Generation]:
         """Answers to the prompts of a group, in order."""
-        requests = [
-            Request(prompts[index], schedule.hash_seed(self.seed, number, index)) for index in group
-        ]
+        requests = [Request(prompts[index], hash_seed(self.seed, number, index)) for index in group]
         if self.server is not None or self.served is not None:
             return self._request_answers(requests)
         assert isinstance(self.target, Target)
@@ -265,23 +278,23 @@ class Rollouts:
 
     def _request_answers(self, requests: list[Request]) -> list[Generation]:
         """Answers of a server or of engines, without figures of their drafts."""
-        who = "target.engine" if self.server is None else str(self.server)
-        told = build_request_settings(self.target, who, self.config.temperature)
+        source = "target.engine" if self.server is None else str(self.server)
+        engine_settings = build_request_settings(self.target, source, self.config.temperature)
         seeds = [{"seed": each.seed} if self.config.temperature > 0 else {} for each in requests]
-        asked = (
+        arguments = (
             [request.prompt_ids for request in requests],
             self.config.max_new_tokens,
-            [told | seed for seed in seeds],
+            [engine_settings | seed for seed in seeds],
         )
         if self.server is not None:
-            answers = request_continuations(self.server, *asked, self.config.batch_size)
+            answers = request_continuations(self.server, *arguments, self.config.batch_size)
         else:
             assert self.served is not None
-            answers = [ids for _, ids in sorted(self.served.pool.stream_answers(*asked))]
+            answers = [ids for _, ids in sorted(self.served.pool.stream_answers(*arguments))]
         vocab_size, highest = self.target.vocab_size, max(map(max, answers), default=0)
         if highest >= vocab_size:
             raise InputError(
-                f"{who}: answers with token {highest}, but {self.target.name} has {vocab_size} "
+                f"{source}: answers with token {highest}, but {self.target.name} has {vocab_size} "
                 "tokens, so another model is served; serve the target"
             )
         stops = StopRules.from_target(self.target)

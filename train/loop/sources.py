@@ -45,6 +45,193 @@ from heads.target_model.remote import RemoteTarget
 from train.loop.evaluation import HeldoutReplay, Replay, StoredReplay, select_heldout_prompts
 from train.parallel import processes
 
+STEPS_AHEAD = 4
+"""Largest number of optimizer steps whose sequences are requested together."""
+SHARE_OF_MEMORY = 0.25
+"""Share of the host's memory for their hidden states."""
+NUM_LOOKED_AT = 64
+"""Sequences to search for the longest document."""
+PADDING = -1
+"""Document id of tokens that are not learnt."""
+MIN_NOTABLE_WAIT = 0.1
+"""Share of a run's time from which waiting matters."""
+
+
+@dataclass
+class ServedSequences:
+    """Packed sequences with the hidden states of their documents, named as in `with_states`.
+
+    Documents without states are not learnt, so that all processes stay in step.
+
+    Attributes:
+        rows: sequences without states.
+        pool: servers that give the states.
+        lost: counts left-out documents over all threads.
+    """
+
+    rows: PackedDataset
+    pool: HiddenStatesPool
+    lost: Iterator[int] = field(default_factory=partial(count, 1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        documents, ids = split_documents(row), row["document_ids"].clone()
+        document_states: list[dict[str, Tensor]] = []
+        for number, future in enumerate([self.pool.submit(document) for document in documents]):
+            try:
+                document_states.append(future.result())
+            except HiddenStatesError as error:
+                document_states.append({})
+                ids[row["document_ids"] == number] = PADDING
+                tqdm.write(
+                    f"document {number} of sequence {index} is left out (number {next(self.lost)} "
+                    f"of this run): {error}"
+                )
+        dtype = next(
+            (t.dtype for states in document_states for t in states.values()), torch.bfloat16
+        )
+        states = {}
+        for layer in self.pool.layers:
+            name, width = f"{LAYER_PREFIX}{layer}", self.pool.hidden_size
+            parts = [
+                given[name] if given else torch.zeros(len(document), width, dtype=dtype)
+                for given, document in zip(document_states, documents, strict=True)
+            ]
+            states[name] = join_documents(row, parts)
+        return {**row, "document_ids": ids, **states}
+
+
+@dataclass(frozen=True)
+class TrainingSource:
+    """Target and data to train a head on.
+
+    Attributes:
+        target: the whole target, or its ends beside a feature store.
+        identity: identity of the target.
+        checksum: checksum of all training data.
+        train: packed sequences, with or without the target's hidden states.
+        heldout: packed sequences to evaluate on.
+        report: counts of the prepared data.
+        lines: lines to print about the data.
+        make_replay: makes a replay of tau on held-out prompts from a depth and the layers the head
+            reads.
+        server_settings: names the servers that give hidden states, if any.
+        prompts: held-out prompts for these servers to answer.
+        server_lines: lines about these servers.
+    """
+
+    target: EmbeddingsAndOutputHead
+    identity: TargetIdentity
+    checksum: str
+    train: TrainingData | ServedSequences
+    heldout: TrainingData | ServedSequences
+    report: DataReport
+    lines: list[str]
+    make_replay: Callable[[int, FeatureLayers], Replay] | None
+    server_settings: TargetConfig | None = None
+    prompts: Sequence[list[int]] = ()
+    server_lines: Sequence[str] = ()
+
+    @contextmanager
+    def open_states(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
+        """Add the hidden states that a head reads, if servers give them.
+
+        Raises:
+            InputError: a server does not give them.
+        """
+        if self.server_settings is None:
+            yield self
+            return
+        target = self.target
+        assert isinstance(target, RemoteTarget)
+        assert isinstance(self.train, PackedDataset)
+        assert isinstance(self.heldout, PackedDataset)
+        layers = sorted({*taps.layers, target.num_layers})
+        text = find_longest_document(self.train)
+        with open_states_pool(self.server_settings, target, layers, text) as pool:
+            replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
+            train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
+            yield replace(
+                self,
+                train=train,
+                heldout=heldout,
+                make_replay=replay,
+                server_lines=pool.server_lines,
+            )
+
+    def count_prefetch_steps(self, num_tokens: int) -> int:
+        """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
+        if not isinstance(self.train, ServedSequences):
+            return 1
+        return count_prefetch_steps(self.train.pool, num_tokens)
+
+
+def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
+    """Load the target, or its ends if engines run its layers, and prepare the data."""
+    fill_default_paths(config)
+    target, target_lines = load_training_target(config, accelerator.device)
+    train_data, heldout, report = prepare_datasets(
+        config.data, target.tokenizer, config.seed, accelerator.is_main_process
+    )
+    for data in (train_data, heldout):
+        data.check_token_ids(target)
+    processes.wait_for_processes()  # other nodes may read slower disks
+    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
+    lines = [*target_lines, *report.format_lines()]
+    make_replay = None
+    if isinstance(target, Target):
+        make_replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
+        lines.append(f"attention of the target: {target.attention_description}")
+    identity = identify_target(config.target, target.tokenizer, target.dtype)
+    checksum = train_data.checksum
+    return TrainingSource(
+        target, identity, checksum, train_data, heldout, report, lines, make_replay,
+        config.target if config.target.engine else None, prompts,
+    )  # fmt: skip
+
+
+def load_training_target(
+    config: TrainRun, device: torch.device
+) -> tuple[EmbeddingsAndOutputHead, list[str]]:
+    """Load the target, whole or without the layers that engines run, and lines about it.
+
+    Raises:
+        InputError: the target must answer, but its generation config cannot be followed.
+    """
+    urls = config.target.engine
+    target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
+    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
+    try:
+        apply_generation_config(target)
+        if urls:
+            build_request_settings(target)
+    except InputError as error:
+        if config.rollout.steps is not None:
+            raise
+        apply_generation_config(target, plain=True)
+        lines.append(f"tau is measured on plain greedy answers: {error}")
+    return target, lines
+
+
+def load_store_source(
+    config: TrainRun, store: FeatureStore, device: torch.device
+) -> TrainingSource:
+    """Take target and data from a feature store."""
+    target = load_embeddings_and_head(store, device)
+    replay = partial(StoredReplay, target, store.replay, config.train.num_replay_prompts)
+    lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
+    for data in (store.train, store.heldout, store.replay):
+        data.check_token_ids(target)
+    report = store.manifest.report
+    plan = store.manifest.plan
+    return TrainingSource(
+        target, get_store_identity(plan), plan.splits["train"].checksum, store.train, store.heldout,
+        report, [*lines, *report.format_lines()], replay,
+    )  # fmt: skip
+
 
 def load_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
     """Open the store of `data.features`, if it is whole and no setting contradicts it.
@@ -76,7 +263,7 @@ def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> Embed
     return EmbeddingsAndOutputHead.from_folder(store.check_file(EMBEDDINGS_AND_HEAD).parent, device)
 
 
-def identity_of(plan: StorePlan) -> TargetIdentity:
+def get_store_identity(plan: StorePlan) -> TargetIdentity:
     """Identity of the target that a store was captured from."""
     return TargetIdentity(
         **{field.name: plan.target[field.name] for field in fields(TargetIdentity)}
@@ -117,7 +304,7 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
     given = identify_target(target, load_config_and_tokenizer(target)[1], getattr(torch, dtype))
-    before, now = make_fingerprint(target=identity_of(plan)), make_fingerprint(target=given)
+    before, now = make_fingerprint(target=get_store_identity(plan)), make_fingerprint(target=given)
     differ = find_changed_keys(before, now)
     if differ:
         raise InputError(
@@ -140,16 +327,6 @@ def _check_unset(
             )
 
 
-STEPS_AHEAD = 4
-"""Largest number of optimizer steps whose sequences are requested together."""
-SHARE_OF_MEMORY = 0.25
-"""Share of the host's memory for their hidden states."""
-NUM_LOOKED_AT = 64
-"""Sequences to search for the longest document."""
-PADDING = -1
-"""Document id of tokens that are not learnt."""
-
-
 def find_longest_document(rows: PackedDataset) -> list[int]:
     """Token ids of the longest document of the first sequences."""
     first = (rows[index] for index in range(min(len(rows), NUM_LOOKED_AT)))
@@ -168,55 +345,6 @@ def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
     room = psutil.virtual_memory().available * SHARE_OF_MEMORY
     room /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(STEPS_AHEAD, int(room // num_bytes)))
-
-
-@dataclass
-class ServedSequences:
-    """Packed sequences with the hidden states of their documents, named as in `with_states`.
-
-    Documents without states are not learnt, so that all processes stay in step.
-
-    Attributes:
-        rows: sequences without states.
-        pool: servers that give the states.
-        lost: counts left-out documents over all threads.
-    """
-
-    rows: PackedDataset
-    pool: HiddenStatesPool
-    lost: Iterator[int] = field(default_factory=partial(count, 1))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.rows[index]
-        documents, ids = split_documents(row), row["document_ids"].clone()
-        found: list[dict[str, Tensor]] = []
-        for number, coming in enumerate([self.pool.submit(each) for each in documents]):
-            try:
-                found.append(coming.result())
-            except HiddenStatesError as error:
-                found.append({})
-                ids[row["document_ids"] == number] = PADDING
-                tqdm.write(
-                    f"document {number} of sequence {index} is left out (number {next(self.lost)} "
-                    f"of this run): {error}"
-                )
-        dtype = next((t.dtype for states in found for t in states.values()), torch.bfloat16)
-        states = {}
-        for layer in self.pool.layers:
-            name, width = f"{LAYER_PREFIX}{layer}", self.pool.hidden_size
-            parts = [
-                each[name] if each else torch.zeros(len(lost), width, dtype=dtype)
-                for each, lost in zip(found, documents, strict=True)
-            ]
-            states[name] = join_documents(row, parts)
-        return {**row, "document_ids": ids, **states}
-
-
-MUCH = 0.1
-"""Share of a run's time from which waiting matters."""
 
 
 class WaitTimer:
@@ -243,10 +371,10 @@ class WaitTimer:
 
     def pop_wait_fraction(self) -> float:
         """Share since the last look."""
-        share = self._waited_s / self._watch.host_seconds()
+        fraction = self._waited_s / self._watch.host_seconds()
         self.num_looks += 1
         self.restart()
-        return share
+        return fraction
 
 
 def format_server_balance(waiting: float) -> str:
@@ -255,7 +383,7 @@ def format_server_balance(waiting: float) -> str:
     Args:
         waiting: share of the trainers' time.
     """
-    if waiting > MUCH:
+    if waiting > MIN_NOTABLE_WAIT:
         return (
             f"training waits for hidden states {waiting:.0%} of the time; {1 / (1 - waiting):.1f} "
             "times as many servers in target.engine would keep it busy"
@@ -264,132 +392,3 @@ def format_server_balance(waiting: float) -> str:
         f"training waits for hidden states {waiting:.0%} of the time; the servers keep up and "
         "could feed more processes"
     )
-
-
-@dataclass(frozen=True)
-class TrainingSource:
-    """Target and data to train a head on.
-
-    Attributes:
-        target: the whole target, or its ends beside a feature store.
-        identity: identity of the target.
-        checksum: checksum of all training data.
-        train: packed sequences, with or without the target's hidden states.
-        heldout: packed sequences to evaluate on.
-        report: counts of the prepared data.
-        lines: lines to print about the data.
-        make_replay: makes a replay of tau on held-out prompts from a depth and the layers the head
-            reads.
-        served_by: names the servers that give hidden states, if any.
-        prompts: held-out prompts for these servers to answer.
-        server_lines: lines about these servers.
-    """
-
-    target: EmbeddingsAndOutputHead
-    identity: TargetIdentity
-    checksum: str
-    train: TrainingData | ServedSequences
-    heldout: TrainingData | ServedSequences
-    report: DataReport
-    lines: list[str]
-    make_replay: Callable[[int, FeatureLayers], Replay] | None
-    served_by: TargetConfig | None = None
-    prompts: Sequence[list[int]] = ()
-    server_lines: Sequence[str] = ()
-
-    @contextmanager
-    def open_states(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
-        """Add the hidden states that a head reads, if servers give them.
-
-        Raises:
-            InputError: a server does not give them.
-        """
-        if self.served_by is None:
-            yield self
-            return
-        target = self.target
-        assert isinstance(target, RemoteTarget)
-        assert isinstance(self.train, PackedDataset)
-        assert isinstance(self.heldout, PackedDataset)
-        layers = sorted({*taps.layers, target.num_layers})
-        text = find_longest_document(self.train)
-        with open_states_pool(self.served_by, target, layers, text) as pool:
-            replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
-            train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
-            yield replace(
-                self,
-                train=train,
-                heldout=heldout,
-                make_replay=replay,
-                server_lines=pool.server_lines,
-            )
-
-    def count_prefetch_steps(self, num_tokens: int) -> int:
-        """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
-        if not isinstance(self.train, ServedSequences):
-            return 1
-        return count_prefetch_steps(self.train.pool, num_tokens)
-
-
-def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
-    """Load the target, or its ends if engines run its layers, and prepare the data."""
-    fill_default_paths(config)
-    target, told = load_training_target(config, accelerator.device)
-    train_data, heldout, report = prepare_datasets(
-        config.data, target.tokenizer, config.seed, accelerator.is_main_process
-    )
-    for data in (train_data, heldout):
-        data.check_token_ids(target)
-    processes.wait_for_processes()  # other nodes may read slower disks
-    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
-    lines = [*told, *report.format_lines()]
-    replay = None
-    if isinstance(target, Target):
-        replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
-        lines.append(f"attention of the target: {target.attention_description}")
-    identity = identify_target(config.target, target.tokenizer, target.dtype)
-    checksum = train_data.checksum
-    return TrainingSource(
-        target, identity, checksum, train_data, heldout, report, lines, replay,
-        config.target if config.target.engine else None, prompts,
-    )  # fmt: skip
-
-
-def load_training_target(
-    config: TrainRun, device: torch.device
-) -> tuple[EmbeddingsAndOutputHead, list[str]]:
-    """Load the target, whole or without the layers that engines run, and lines about it.
-
-    Raises:
-        InputError: the target must answer, but its generation config cannot be followed.
-    """
-    urls = config.target.engine
-    target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
-    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
-    try:
-        apply_generation_config(target)
-        if urls:
-            build_request_settings(target)
-    except InputError as error:
-        if config.rollout.steps is not None:
-            raise
-        apply_generation_config(target, plain=True)
-        lines.append(f"tau is measured on plain greedy answers: {error}")
-    return target, lines
-
-
-def load_store_source(
-    config: TrainRun, store: FeatureStore, device: torch.device
-) -> TrainingSource:
-    """Take target and data from a feature store."""
-    ends = load_embeddings_and_head(store, device)
-    replay = partial(StoredReplay, ends, store.replay, config.train.num_replay_prompts)
-    lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
-    for data in (store.train, store.heldout, store.replay):
-        data.check_token_ids(ends)
-    report = store.manifest.report
-    plan = store.manifest.plan
-    return TrainingSource(
-        ends, identity_of(plan), plan.splits["train"].checksum, store.train, store.heldout, report,
-        [*lines, *report.format_lines()], replay,
-    )  # fmt: skip

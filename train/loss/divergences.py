@@ -1,11 +1,12 @@
-"""Divergences of the draft distribution q from the target's p, with closed-form gradients.
+"""Compute divergences of the draft distribution q from the target's p, with closed-form gradients.
 
 p is normalised over the target's vocabulary, q over the W columns of the draft vocabulary, so p may
 sum to less than 1 there. KL, reverse KL and JS renormalise p over the columns. alpha, the
 probability of acceptance, and losses made of alpha use p itself, as a draft cannot reach the rest.
 
 Gradients are with respect to the logits of q: with dL/dq = g, they are q * (g - sum of q g).
-Letters: N rows, W columns.
+
+Letters: N rows, W columns, c rows of a teacher's chunk, r rows of a piece.
 """
 
 import math
@@ -28,8 +29,8 @@ class Softmax(NamedTuple):
 
     Attributes:
         logits: [N, W] float32 (or float64).
-        q: [N, W], their softmax.
-        log_norm: [N], their logsumexp.
+        q: [N, W] softmax of the logits.
+        log_norm: [N] logsumexp of the logits.
     """
 
     logits: Tensor
@@ -45,21 +46,16 @@ class Softmax(NamedTuple):
 
     @property
     def top1_columns(self) -> Tensor:
-        """[N] int64 first of the likeliest columns."""
+        """Return the [N] int64 first of the likeliest columns."""
         return fast_argmax(self.logits)
 
     def log_q(self) -> Tensor:
-        """[N, W] log-probabilities."""
+        """Compute the [N, W] log-probabilities."""
         return self.logits - self.log_norm.unsqueeze(1)
 
     def log_q_at(self, columns: Tensor) -> Tensor:
-        """[N, n] log-probabilities of some columns [N, n]."""
+        """Compute the [N, n] log-probabilities of some columns [N, n]."""
         return self.logits.gather(1, columns) - self.log_norm.unsqueeze(1)
-
-
-def p_log_p(p: Tensor) -> Tensor:
-    """[N] the sum of p log p of probabilities [N, W]."""
-    return dot_rows(p, finite_log(p))
 
 
 class DistributionPair(NamedTuple):
@@ -79,26 +75,47 @@ class DistributionPair(NamedTuple):
 
     @property
     def q(self) -> Tensor:
-        """[N, W], see `Softmax`."""
+        """Return q [N, W], see `Softmax`."""
         return self.student.q
 
     def log_p(self) -> Tensor:
-        """[N, W] log p, finite even where p underflows."""
+        """Compute log p [N, W], finite even where p underflows."""
         return finite_log(self.p)
 
     def p_log_q(self) -> Tensor:
-        """[N] the sum of p log q."""
+        """Sum p log q by row: [N]."""
         return dot_rows(self.p, self.student.logits) - self.mass * self.student.log_norm
 
 
+class Distribution(Protocol):
+    """Distribution of the target after c tokens."""
+
+    @property
+    def top1_ids(self) -> Tensor:
+        """Return the [c] int64 likeliest ids of the whole vocabulary."""
+
+    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
+        """Pair the target's distribution with the student's, over the draft vocabulary.
+
+        Args:
+            chunk_rows: [r] int64 rows of the chunk.
+            student: softmax of r student rows.
+        """
+
+
 class LossGrad(NamedTuple):
-    """A loss [N] and its gradient [N, W], or None if not asked for."""
+    """Loss of N rows with its gradient.
+
+    Attributes:
+        loss: [N] loss of each row.
+        grad: [N, W] gradient of the logits, or None if not asked for.
+    """
 
     loss: Tensor
     grad: Tensor | None
 
     def scale(self, weight: Tensor | float) -> "LossGrad":
-        """Multiply by a weight [N] or by a number."""
+        """Multiply the loss by a weight [N] or by a number."""
         column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
         grad = None if self.grad is None else self.grad.mul_(column)
         return LossGrad(self.loss * weight, grad)
@@ -110,7 +127,7 @@ class LossGrad(NamedTuple):
         return LossGrad(self.loss + other.loss, self.grad.add_(other.grad))
 
     def mask_rows(self, rows: Tensor) -> "LossGrad":
-        """Set rows outside a mask [N] bool to 0.
+        """Set the loss outside a mask [N] bool to 0.
 
         Not a product, which would spread values that are not finite.
         """
@@ -118,18 +135,17 @@ class LossGrad(NamedTuple):
         return LossGrad(torch.where(rows, self.loss, 0.0), grad)
 
 
-def dot_rows(a: Tensor, b: Tensor) -> Tensor:
-    """[N] sum of products of rows."""
-    return torch.linalg.vecdot(a, b)
-
-
-def finite_log(p: Tensor) -> Tensor:
-    """[N, W] logarithms, finite even where p underflows."""
-    return p.clamp_min(torch.finfo(p.dtype).tiny).log_()
+def compute_divergence(
+    kind: Divergence, pair: DistributionPair, eta: float, needs_grad: bool
+) -> LossGrad:
+    """Compute the divergence of a kind, per row. Only `hybrid` reads `eta`."""
+    if kind is Divergence.hybrid:
+        return hybrid(pair, eta, needs_grad)
+    return _SIMPLE[kind](pair, needs_grad)
 
 
 def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
-    """KL(p || q), with gradient q - p."""
+    """Compute KL(p || q), with gradient q - p."""
     loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
     if not needs_grad:
         return LossGrad(loss, None)
@@ -137,7 +153,7 @@ def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 
 
 def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
-    """KL(q || p)."""
+    """Compute KL(q || p)."""
     ratio = pair.student.log_q().sub_(pair.log_p())
     loss = dot_rows(pair.q, ratio) + pair.mass.log()
     if not needs_grad:
@@ -146,21 +162,24 @@ def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 
 
 def js(pair: DistributionPair, needs_grad: bool) -> LossGrad:
-    """Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
+    """Compute the Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
     log_q = pair.student.log_q()
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
     from_p = dot_rows(pair.p, log_p.sub_(log_m)) / pair.mass
-    to_m = log_q.sub_(log_m)
-    from_q = dot_rows(pair.q, to_m)
+    log_q_minus_m = log_q.sub_(log_m)
+    from_q = dot_rows(pair.q, log_q_minus_m)
     loss = 0.5 * (from_p + from_q)
     if not needs_grad:
         return LossGrad(loss, None)
-    return LossGrad(loss, to_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
+    return LossGrad(loss, log_q_minus_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
 
 
 def total_variation(pair: DistributionPair, needs_grad: bool) -> LossGrad:
-    """1 - alpha, alpha = sum of min(p, q): half the sum of |p - q| over the whole vocabulary."""
+    """Compute 1 - alpha, half the sum of |p - q| over the whole vocabulary.
+
+    alpha is the sum of min(p, q).
+    """
     least = torch.minimum(pair.p, pair.q)
     loss = 1 - least.sum(-1)
     if not needs_grad:
@@ -172,7 +191,7 @@ def total_variation(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 
 
 def negative_log_alpha(pair: DistributionPair, needs_grad: bool) -> LossGrad:
-    """-log alpha (LK losses, arXiv 2602.23881)."""
+    """Compute -log alpha (LK losses, arXiv 2602.23881)."""
     loss, grad = total_variation(pair, needs_grad)
     alpha = (1 - loss).clamp_min(MIN_ALPHA)
     if grad is not None:
@@ -181,37 +200,13 @@ def negative_log_alpha(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 
 
 def hybrid(pair: DistributionPair, eta: float, needs_grad: bool) -> LossGrad:
-    """l KL + (1 - l) (1 - alpha), with l = exp(-eta alpha) per token, treated as a constant.
+    """Compute l KL + (1 - l) (1 - alpha), with l = exp(-eta alpha) per token, taken as a constant.
 
     Source: LK losses, arXiv 2602.23881.
     """
     accept = total_variation(pair, needs_grad)
     mix = torch.exp(-eta * (1 - accept.loss))
     return kl(pair, needs_grad).scale(mix).add(accept.scale(1 - mix))
-
-
-def top_k_cross_entropy(pair: DistributionPair, k: int, needs_grad: bool) -> LossGrad:
-    """-sum of p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
-    k = min(k, pair.p.shape[1])
-    p, best = pair.p.topk(k)
-    p = p / pair.mass.unsqueeze(1)
-    loss = -(p * pair.student.log_q_at(best)).sum(-1)
-    if not needs_grad:
-        return LossGrad(loss, None)
-    grad = pair.q * p.sum(-1, keepdim=True)
-    return LossGrad(loss, grad.scatter_add_(1, best, -p))
-
-
-def text_cross_entropy(student: Softmax, columns: Tensor, needs_grad: bool) -> LossGrad:
-    """-log q of each row's text token; 0 where `columns` [N] int64 is -1.
-
-    The gradient, q - 1 at the token, overwrites q.
-    """
-    column = columns.clamp_min(0).unsqueeze(1)
-    loss = -student.log_q_at(column).squeeze(1)
-    minus_one = student.q.new_full(column.shape, -1.0)
-    grad = student.q.scatter_add_(1, column, minus_one) if needs_grad else None
-    return LossGrad(loss, grad).mask_rows(columns >= 0)
 
 
 _SIMPLE: dict[Divergence, Callable[[DistributionPair, bool], LossGrad]] = {
@@ -223,33 +218,47 @@ _SIMPLE: dict[Divergence, Callable[[DistributionPair, bool], LossGrad]] = {
 }
 
 
-def compute_divergence(
-    kind: Divergence, pair: DistributionPair, eta: float, needs_grad: bool
-) -> LossGrad:
-    """Compute a divergence of a kind. Only `hybrid` reads `eta`."""
-    if kind is Divergence.hybrid:
-        return hybrid(pair, eta, needs_grad)
-    return _SIMPLE[kind](pair, needs_grad)
+def top_k_cross_entropy(pair: DistributionPair, k: int, needs_grad: bool) -> LossGrad:
+    """Sum -p log q over the k likeliest tokens of p (HASS, arXiv 2408.15766, eq. 5)."""
+    k = min(k, pair.p.shape[1])
+    p, best = pair.p.topk(k)
+    p = p / pair.mass.unsqueeze(1)
+    loss = -(p * pair.student.log_q_at(best)).sum(-1)
+    if not needs_grad:
+        return LossGrad(loss, None)
+    grad = pair.q * p.sum(-1, keepdim=True)
+    return LossGrad(loss, grad.scatter_add_(1, best, -p))
 
 
-class Distribution(Protocol):
-    """Distribution of the target after c tokens."""
+def text_cross_entropy(student: Softmax, columns: Tensor, needs_grad: bool) -> LossGrad:
+    """Compute -log q of each row's text token; 0 where `columns` [N] int64 is -1.
 
-    @property
-    def top1_ids(self) -> Tensor:
-        """[c] int64 likeliest id of the whole vocabulary."""
-
-    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
-        """Pair the distribution with the students', over the draft vocabulary.
-
-        Args:
-            chunk_rows: [r] int64 rows of the chunk.
-            student: softmax of r rows.
-        """
+    The gradient, q - 1 at the token, overwrites q.
+    """
+    column = columns.clamp_min(0).unsqueeze(1)
+    loss = -student.log_q_at(column).squeeze(1)
+    minus_one = student.q.new_full(column.shape, -1.0)
+    grad = student.q.scatter_add_(1, column, minus_one) if needs_grad else None
+    return LossGrad(loss, grad).mask_rows(columns >= 0)
 
 
 def is_top1_match(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
-    """[r] bool, whether a student's likeliest token is the target's likeliest id `best` [r]."""
+    """Tell for each row, [r] bool, whether the student's likeliest token is the id `best` [r]."""
     return (
         student.top1_columns if vocab.is_full else vocab.to_target_ids(student.top1_columns)
     ) == best
+
+
+def dot_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Sum the products of two tensors [N, W] by row: [N]."""
+    return torch.linalg.vecdot(a, b)
+
+
+def p_log_p(p: Tensor) -> Tensor:
+    """Sum p log p of probabilities [N, W] by row: [N]."""
+    return dot_rows(p, finite_log(p))
+
+
+def finite_log(p: Tensor) -> Tensor:
+    """Compute logarithms [N, W], finite even where p underflows."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log_()

@@ -1,10 +1,11 @@
-"""Fused output projection and loss, without a tensor of [tokens, vocabulary].
+"""Compute a loss fused with the output projection, without a tensor of [tokens, vocabulary].
 
 A loss compares a student's distributions after some tokens with a teacher's. `divergences` has the
-formulas, `teachers` the distributions, and `medusa`, `eagle` and `blocks` the losses of heads. The
-teacher's rows are taken in chunks. Each chunk computes the teacher's logits once, projects and
-compares all student rows that refer to it, and carries the gradient back through the projection at
-once. The backward pass recomputes nothing and returns the gradients of the forward pass.
+formulas, `teachers` the distributions, and the objectives (`train.medusa`, `train.eagle`,
+`train.block_objective`) the losses of heads. The teacher's rows are taken in chunks. Each chunk
+computes the teacher's logits once, projects and compares all student rows that refer to it, and
+carries the gradient back through the projection at once. The backward pass recomputes nothing and
+returns the gradients of the forward pass.
 
 Matrix products are faster with many rows; the float32 work between them needs memory per row. A
 chunk is therefore compared in pieces, and the gradient of a piece overwrites its logits.
@@ -12,8 +13,15 @@ chunk is therefore compared in pieces, and the gradient of a piece overwrites it
 The gradient of a projection is as large as the projection, so it exists once: the forward pass adds
 to `.grad`. The backward pass adds nothing and only triggers its hooks.
 
-Letters: P rows of the teacher, M of a student, R of a chunk, r of a piece, D hidden, W columns
-(vocabulary), L measures.
+A loss is a sum and a count, never a mean. The loop divides by the count of the whole optimizer
+step, so the result does not depend on how sequences fall on processes and micro batches.
+
+Serving verifies a draft token only if all tokens before it are the target's own. A draft token
+therefore weighs less for each earlier token that the target would not have chosen: such a token is
+off the target's path.
+
+Letters: S flattened tokens of a batch, P rows of the teacher, M of a student, R of a chunk, r of a
+piece, m of a selection, D hidden, W columns (vocabulary), K terms (heads or steps), L metrics.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,8 +49,8 @@ from train.loss.divergences import Distribution, Softmax
 CHUNK_BYTES = 512 * 2**20
 """Bytes of a chunk's logits, the teacher's and a student's, in their own dtype. Each chunk adds to
 the whole gradient of a projection: 2.1 GB in float32 for 128k columns of 4,096."""
-PIECE_BYTES, MOST_PIECE_BYTES = 64 * 2**20, 260 * 2**20
-"""Bytes of a float32 tensor [r, W]; about five live at a time, 1.4 GB at most. A quarter of that up
+PIECE_BYTES, MAX_PIECE_BYTES = 64 * 2**20, 260 * 2**20
+"""Bytes of a float32 tensor [r, W]; about five exist at once, 1.4 GB at most. A quarter of that up
 to 32,000 columns. The larger size is a little more than a quarter of a bfloat16 chunk."""
 PIECE_ROWS = 528
 """Rows r that fill a GPU: four for each of 132 multiprocessors, with one block per row."""
@@ -51,31 +59,32 @@ CPU_PIECE_BYTES = 2 * 2**20
 """Bytes of a chunk and of a piece on a CPU, chosen to stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Bytes of a float32 piece of a projection's gradient or of its factors."""
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Criteria, teachers and dtypes of a process that Dynamo compiles; its own limit is 8."""
+MIN_WEIGHT_FRACTION = 0.05
+"""Least weight of a supervised draft token, as a fraction; less would teach little at full cost."""
 MISUSED = (
     "a total must be run backward once and unscaled: its gradients are computed in the forward pass"
 )
-
-Compare = Callable[..., Any]
-"""`compared` with its first arguments bound."""
-Buffers = dict[tuple[int, torch.dtype], Tensor]
 RowSelection = slice | Tensor
 """Rows: a slice, or [m] int64 indices."""
+Compare = Callable[..., Any]
+"""`apply_criterion` with its first arguments bound."""
+Buffers = dict[tuple[int, torch.dtype], Tensor]
 
 
 class Scales(Protocol):
-    """Row weights: a tensor [M], or an object that finds late which rows have weight 0."""
+    """Weights of student rows: a tensor [M], or an object that learns late which rows weigh 0."""
 
     def __getitem__(self, rows: RowSelection, /) -> Tensor:
-        """[m] float32 of m rows."""
+        """Return the [m] float32 weights of m rows."""
 
 
 class LowRank(NamedTuple):
-    """Low-rank product that is added to logits.
+    """Low-rank product to add to logits.
 
     Attributes:
-        states: [M, r].
+        states: [M, r], one state per student row.
         weight: [W, r], a parameter.
     """
 
@@ -90,9 +99,10 @@ class Student(NamedTuple):
         hidden: [M, D] hidden states.
         projection: output projection. It gets a gradient if its weight is a trained parameter.
         teacher_rows: the M teacher rows to compare with.
-        scales: [M] float32 weight of each row in the total. Read after the teacher's chunk of the
-            rows, and once more at the end.
-        added: low-rank term to add to the projection's logits.
+        scales: [M] float32, factor of each row's loss in the total. `compute_fused_loss` reads the
+            factors of a row after it has computed the row's teacher chunk, and all factors again at
+            the end; an object may thus learn the factors from the teacher.
+        added: low-rank product to add to the projection's logits.
     """
 
     hidden: Tensor
@@ -103,27 +113,32 @@ class Student(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """States and weights, in pairs, that may need gradients."""
+        """Return states and weights, in pairs, that may need gradients."""
         return self.hidden, self.projection.weight, *(self.added or ())
 
 
 class Teacher(Protocol):
-    """Distributions to compare students with, by row."""
+    """Distributions by row, to compare students with."""
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """Return P, the number of rows."""
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes that `chunk` keeps per row."""
+        """Return the bytes that a chunk holds per row."""
 
     def compute_chunk(self, begin: int, end: int) -> Any:
         """Compute once what `Criterion` needs of rows begin..end."""
 
 
 class RowLosses(NamedTuple):
-    """Loss and measures [1 + L, r] of r student rows, gradient [r, W] of the logits or None."""
+    """Losses of r student rows.
+
+    Attributes:
+        values: [1 + L, r] loss and metrics of each row.
+        grad: [r, W] gradient of the logits, or None.
+    """
 
     values: Tensor
     grad: Tensor | None
@@ -137,7 +152,7 @@ class Criterion(Protocol):
     def __call__(
         self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
     ) -> RowLosses:
-        """Compare rows.
+        """Compare student rows with teacher rows.
 
         Args:
             chunk: chunk of the teacher.
@@ -145,6 +160,49 @@ class Criterion(Protocol):
             student: softmax of the student rows. All but the logits may be overwritten.
             needs_grad: whether the gradient is needed.
         """
+
+
+class LossSums(NamedTuple):
+    """Summed losses of a batch.
+
+    Attributes:
+        total: [] float32 sum of the terms' losses times their scales. Only the total has a
+            gradient.
+        terms: [2 + L, K] float32, summed over the supervised tokens of each term: the loss, the
+            tokens, and L metrics.
+    """
+
+    total: Tensor
+    terms: Tensor
+
+
+def compute_fused_loss(
+    students: Sequence[Student], teacher: Teacher, criterion: Criterion, compiled: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Sum the losses of all student rows, each times its scale.
+
+    Effects: with gradients enabled, adds the gradients of trained projections to their `.grad`. Run
+        the total backward once and unscaled; otherwise a RuntimeError follows, on a GPU a failed
+        assertion that a later call reports.
+
+    Args:
+        students: rows to train. Autocast applies to their projection; everything after the logits
+            is float32 (float64 for float64 weights).
+        teacher: distributions, without gradients.
+        criterion: loss of a row.
+        compiled: whether to compile the criterion on first use.
+
+    Returns:
+        total: [] float32, with a gradient to hidden states.
+        values: [1 + L, M] float32 loss and metrics per row of each student, without gradients.
+    """
+    inputs = [tensor for student in students for tensor in student.inputs]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    compare = partial(_compare_compiled if compiled else apply_criterion, criterion)
+    total, *values = _Fused.apply(
+        students, teacher, criterion.num_metrics, compare, needs_grad, *inputs
+    )
+    return total, values
 
 
 def apply_criterion(
@@ -160,7 +218,7 @@ def _compile_criterion() -> Compare:
     hide_hints()
     # Imported on use: the compiler takes as long to import as torch.
     config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     # With few rows in the first piece, Inductor would split each row's sums into kernels of their
     # own for the pieces of all sizes.
     return torch.compile(apply_criterion, dynamic=True, options={"split_reductions": False})
@@ -172,35 +230,6 @@ def _compare_compiled(
     # Dynamo would compile a single row separately, as it takes 1 for a constant.
     compare = apply_criterion if len(logits) == 1 else _compile_criterion()
     return compare(criterion, chunk, chunk_rows, logits, needs_grad)
-
-
-def compute_fused_loss(
-    students: Sequence[Student], teacher: Teacher, criterion: Criterion, compiled: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """Sum the losses of all rows, each times its scale.
-
-    Effects: with gradients enabled, adds the gradients of trained projections to their `.grad`. Run
-        the total backward once and unscaled; otherwise a RuntimeError follows, on a GPU a failed
-        assertion that a later call reports.
-
-    Args:
-        students: rows to train. Autocast applies to their projection; everything after the logits
-            is float32 (float64 for float64 weights).
-        teacher: distributions, without gradients.
-        criterion: loss of a row.
-        compiled: compile the criterion on first use.
-
-    Returns:
-        total: [] float32, with a gradient to hidden states.
-        values: [1 + L, M] float32 loss and measures per row of each student, without gradients.
-    """
-    inputs = [tensor for student in students for tensor in student.inputs]
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    compare = partial(_compare_compiled if compiled else apply_criterion, criterion)
-    total, *values = _Fused.apply(
-        students, teacher, criterion.num_metrics, compare, needs_grad, *inputs
-    )
-    return total, values
 
 
 class _Fused(torch.autograd.Function):
@@ -228,14 +257,17 @@ class _Fused(torch.autograd.Function):
             ]
             for number, (begin, end) in enumerate(pairwise(edges)):
                 chunk = teacher.compute_chunk(begin, end)
-                for one in passes:
-                    one.compare_rows(partial(compare, chunk), number, begin)
+                for student_pass in passes:
+                    student_pass.compare_rows(partial(compare, chunk), number, begin)
                 del chunk  # frees its memory before the next chunk
-        ctx.state_grads = [grad for one in passes for grad in one.state_grads]
+        ctx.state_grads = [grad for student_pass in passes for grad in student_pass.state_grads]
         ctx.weights = [weight for student in students for weight in student.inputs[1::2]]
-        values = [one.values for one in passes]
+        values = [student_pass.values for student_pass in passes]
         ctx.mark_non_differentiable(*values)
-        totals = [(one.values[0] * one.student.scales[:]).sum() for one in passes]
+        totals = [
+            (student_pass.values[0] * student_pass.student.scales[:]).sum()
+            for student_pass in passes
+        ]
         return torch.stack(totals).sum(), *values
 
     @staticmethod
@@ -256,7 +288,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _StudentPass:
-    """Pass of one student through the chunks, which begin and end at `edges`."""
+    """Pass of one student through the teacher's chunks, which begin and end at `edges`."""
 
     def __init__(
         self,
@@ -282,11 +314,12 @@ class _StudentPass:
             for states, _ in pairs
         ]
         self.weight_grads = [
-            _grad_of(factor) if needs_grad and factor.requires_grad else None for _, factor in pairs
+            _get_or_make_grad(factor) if needs_grad and factor.requires_grad else None
+            for _, factor in pairs
         ]
 
     def compare_rows(self, compare: Compare, number: int, begin: int) -> None:
-        """Compare the rows that refer to the teacher's chunk from row `begin` on."""
+        """Compare the student rows that refer to the teacher's chunk from row `begin` on."""
         student, weight = self.student, self.student.projection.weight
         if self.projection is None:
             narrow = weight.detach().to(self.dtype)
@@ -297,16 +330,16 @@ class _StudentPass:
         first, last = self.bounds[number : number + 2]
         rows: RowSelection = slice(first, last)
         num_rows = last - first
-        late = self.needs_grad and not isinstance(student.scales, Tensor)
-        if late and weight.device.type == "cpu":
+        has_late_scales = self.needs_grad and not isinstance(student.scales, Tensor)
+        if has_late_scales and weight.device.type == "cpu":
             # Only rows with weight; on other devices this would wait.
-            weighty = student.scales[rows].nonzero().squeeze(1)
-            rows, num_rows = first + weighty, len(weighty)
+            weighted = student.scales[rows].nonzero().squeeze(1)
+            rows, num_rows = first + weighted, len(weighted)
         size = count_fitting_rows(
             compute_chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize
         )
         for part in split_evenly(0, num_rows, size):
-            self._compare_rows(compare, part_of(rows, part), self.projection, begin)
+            self._compare_rows(compare, select_part(rows, part), self.projection, begin)
         if number == self.last_chunk:
             self.projection = self.added = None  # frees them before the next student's cast
 
@@ -316,31 +349,36 @@ class _StudentPass:
         hidden = self.student.hidden[rows].detach().to(self.dtype)
         logits = projection.compute_logits(hidden, self._get_logits_buffer(len(hidden)))
         added = self._add_low_rank(rows, logits)
-        at = self.student.teacher_rows.device[rows] - begin
-        for piece in split_evenly(0, len(logits), piece_rows(logits)):
-            result, here = compare(at[piece], logits[piece], self.needs_grad), part_of(rows, piece)
-            self.values[:, here] = result.values
+        chunk_rows = self.student.teacher_rows.device[rows] - begin
+        for piece in split_evenly(0, len(logits), count_piece_rows(logits)):
+            result, piece_rows = (
+                compare(chunk_rows[piece], logits[piece], self.needs_grad),
+                select_part(rows, piece),
+            )
+            self.values[:, piece_rows] = result.values
             if result.grad is not None:
                 if self.added is not None:
                     states, weight = self.added
-                    self._carry_back(1, result.grad.to(self.dtype), here, states[here], weight)
-                of_projection = logits[piece] if added is None else logits[piece] - added[piece]
-                logits[piece] = projection.scale_gradient(result.grad, of_projection)
+                    self._carry_back(
+                        1, result.grad.to(self.dtype), piece_rows, states[piece_rows], weight
+                    )
+                projection_logits = logits[piece] if added is None else logits[piece] - added[piece]
+                logits[piece] = projection.scale_gradient(result.grad, projection_logits)
         if self.needs_grad:
             self._carry_back(0, logits, rows, hidden, projection.weight)
 
     def _get_logits_buffer(self, num_rows: int) -> Tensor:
-        """[R, W] for logits, in one buffer for all chunks, as first touches of memory are slow."""
+        """Return rows [R, W] of one buffer for all chunks, as first touches of memory are slow."""
         weight = self.student.projection.weight
         key = (weight.shape[0], self.dtype)
-        held = self.buffers.get(key)
-        if held is None or len(held) < num_rows:
+        buffer = self.buffers.get(key)
+        if buffer is None or len(buffer) < num_rows:
             shape = (num_rows, weight.shape[0])
-            held = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
-        return held[:num_rows]
+            buffer = self.buffers[key] = weight.new_empty(shape, dtype=self.dtype)
+        return buffer[:num_rows]
 
     def _add_low_rank(self, rows: RowSelection, logits: Tensor) -> Tensor | None:
-        """Add `LowRank` to logits [R, W]; return the weight if gradients need it again."""
+        """Add `LowRank` to logits [R, W]; return its product [R, W] if gradients need it again."""
         if self.added is None:
             return None
         states, weight = self.added
@@ -354,21 +392,21 @@ class _StudentPass:
     def _carry_back(
         self, number: int, grad: Tensor, rows: RowSelection, states: Tensor, weight: Tensor
     ) -> None:
-        """Carry a product's gradient [R, W] to its states [R, .] and weight, pair `number`."""
+        """Carry a product's gradient [R, W] back to its states [R, .] and weight, pair `number`."""
         # The scales multiply the narrow side of each product.
         scales = self.student.scales[rows].unsqueeze(1)
-        of_states, of_weight = self.state_grads[number], self.weight_grads[number]
-        if of_states is not None:
-            of_states[rows] = (scales * (grad @ weight)).to(of_states)
-        if of_weight is not None:
+        state_grad, weight_grad = self.state_grads[number], self.weight_grads[number]
+        if state_grad is not None:
+            state_grad[rows] = (scales * (grad @ weight)).to(state_grad)
+        if weight_grad is not None:
             states = (scales * states).to(states)
             size = count_fitting_rows(TILE_BYTES, 4 * max(states.shape))
-            tiles = zip(of_weight.split(size), grad.split(size, dim=1), strict=True)
+            tiles = zip(weight_grad.split(size), grad.split(size, dim=1), strict=True)
             for whole, tile in tiles:
                 _add_product(whole, tile.T, states)
 
 
-def _grad_of(weight: Tensor) -> Tensor:
+def _get_or_make_grad(weight: Tensor) -> Tensor:
     """Return `.grad` of a parameter, made if missing."""
     assert weight.is_leaf, "a projection is trained as a parameter"
     if weight.grad is None:
@@ -377,7 +415,7 @@ def _grad_of(weight: Tensor) -> Tensor:
 
 
 def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right, summed in the dtype of `whole`."""
+    """Add left @ right to `whole`, summed in the dtype of `whole`."""
     if whole.dtype == left.dtype:
         whole.addmm_(left, right)
     elif whole.is_cuda:
@@ -387,59 +425,67 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def compute_chunk_bytes(device: torch.device) -> int:
-    """Bytes of the logits of a chunk."""
+    """Return the largest bytes of a chunk's logits on a device."""
     return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
 
 
-def piece_bytes(width: int, cpu: bool) -> int:
-    """Bytes of a float32 tensor of a piece of [R, W]."""
-    filling = min(max(PIECE_BYTES, 4 * width * PIECE_ROWS), MOST_PIECE_BYTES)
+def compute_piece_bytes(width: int, cpu: bool) -> int:
+    """Compute the bytes of a float32 tensor [r, W] of a piece, for W columns."""
+    filling = min(max(PIECE_BYTES, 4 * width * PIECE_ROWS), MAX_PIECE_BYTES)
     return CPU_PIECE_BYTES if cpu else filling
 
 
-def piece_rows(logits: Tensor) -> int:
-    """Rows of a piece of logits [R, W]."""
+def count_piece_rows(logits: Tensor) -> int:
+    """Count the rows r of a piece of logits [R, W]."""
     width = logits.shape[1]
-    return count_fitting_rows(piece_bytes(width, logits.device.type == "cpu"), 4 * width)
+    return count_fitting_rows(compute_piece_bytes(width, logits.device.type == "cpu"), 4 * width)
 
 
-def part_of(rows: RowSelection, part: slice) -> RowSelection:
-    """Select a part of some rows."""
-    if isinstance(rows, slice):
-        return slice(rows.start + part.start, rows.start + part.stop)
-    return rows[part]
+def count_fitting_rows(num_bytes: int, row_bytes: int) -> int:
+    """Count the rows that fit into some bytes, at least one."""
+    return max(1, num_bytes // row_bytes)
 
 
 def split_evenly(first: int, last: int, size: int) -> list[slice]:
     """Cut first..last into few slices of at most `size`, of equal lengths to within one.
 
-    A single row is then alone only if there is no other.
+    A slice has a single row only if there is no other row.
     """
     number = -(-(last - first) // size)
     edges = [first + (last - first) * i // number for i in range(number + 1)] if number else []
     return [slice(begin, end) for begin, end in pairwise(edges)]
 
 
-def count_fitting_rows(num_bytes: int, row_bytes: int) -> int:
-    """Number of rows that fit, at least one."""
-    return max(1, num_bytes // row_bytes)
+def select_part(rows: RowSelection, part: slice) -> RowSelection:
+    """Select a part of some rows."""
+    if isinstance(rows, slice):
+        return slice(rows.start + part.start, rows.start + part.stop)
+    return rows[part]
 
 
-MIN_WEIGHT_FRACTION = 0.05
-"""Least weight of a draft token to learn; less would teach little at full cost."""
+def scale_off_path_rows(
+    student: Student, teacher: Teacher, batch: Batch, weight: float
+) -> tuple[Student, Teacher]:
+    """Scale the draft tokens of a batch's `StepTargets` by how far their text is the target's own.
 
+    Args:
+        student: rows to scale.
+        teacher: teacher of these rows.
+        batch: indexed batch.
+        weight: factor for each off-path token, see `OffPathTokens`; 1 changes nothing.
 
-class LossSums(NamedTuple):
-    """Losses of a batch.
-
-    Attributes:
-        total: [] float32 sum of the terms' losses times their scales. The only one with a gradient.
-        terms: [2 + L, K] float32, summed over the supervised tokens of each term: the loss,
-            the tokens, and L measures.
+    Returns:
+        The student with late scales, and a teacher that finds the off-path tokens.
     """
-
-    total: Tensor
-    terms: Tensor
+    if weight == 1:
+        return student, teacher
+    step_targets: StepTargets = batch[STEP_TARGETS]
+    path = OffPathTokens(batch, weight)
+    # The token after the row's own is read by the head, so it cannot mislead the draft.
+    scales = OffPathScales(
+        path, step_targets.row_anchors + 1, step_targets.row_steps, student.scales[:]
+    )
+    return student._replace(scales=scales), OffPathTeacher(teacher, gather_labels(batch), path)
 
 
 class OffPathTokens:
@@ -447,7 +493,7 @@ class OffPathTokens:
 
     Args:
         batch: indexed batch.
-        weight: factor on a draft token's loss for each such token before it.
+        weight: factor on a draft token's loss for each off-path token before it.
 
     Attributes:
         longest: largest depth of a draft token.
@@ -456,51 +502,61 @@ class OffPathTokens:
     """
 
     def __init__(self, batch: Batch, weight: float) -> None:
-        learnt = batch[SUPERVISION]
-        self.weight, self.token_indices = weight, learnt.token_indices
-        self.longest = len(learnt.depths) - 1
+        supervision = batch[SUPERVISION]
+        self.weight, self.token_indices = weight, supervision.token_indices
+        self.longest = len(supervision.depths) - 1
         num_tokens, device = batch["input_ids"].numel(), self.token_indices.device
         self.is_off_path = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
 
 class OffPathScales:
-    """Weight of each student row, as far as the teacher's chunks are known.
+    """Weight of each student row.
+
+    A row weighs less for each token between its anchor and its draft token that the target would
+    not have said. The teacher finds these tokens chunk by chunk, so a row's weight is final once
+    the chunk with its teacher row has been computed.
 
     Args:
-        path: tokens of the batch that leave the target's path.
-        places: [M] int64 among S, the first token between the row's last known token and its draft.
-        between: [M] int64 number of tokens between a row and its draft token.
+        path: off-path tokens of the batch.
+        first_between: [M] int64 among S, first index of `is_off_path` that counts for a row (entry
+            i speaks of token i + 1).
+        num_between: [M] int64, how many entries count.
         scales: [M] float32 weights of draft tokens on the path.
     """
 
     def __init__(
-        self, path: OffPathTokens, places: Tensor, between: Tensor, scales: Tensor
+        self, path: OffPathTokens, first_between: Tensor, num_between: Tensor, scales: Tensor
     ) -> None:
-        self.path, self.first_between, self.num_between, self.scales = path, places, between, scales
+        self.path, self.first_between, self.num_between, self.scales = (
+            path,
+            first_between,
+            num_between,
+            scales,
+        )
 
     def __getitem__(self, rows: RowSelection) -> Tensor:
-        """[m] float32."""
+        """Return the [m] float32 weights of m rows."""
         return self.scales[rows] * self.compute_fractions(rows)
 
     def compute_fractions(self, rows: RowSelection) -> Tensor:
-        """[m] float32 weight of each draft token relative to one on the path; 0 if tiny."""
-        places, between = self.first_between[rows], self.num_between[rows]
-        strays = torch.zeros_like(between)
+        """Compute the [m] float32 weight of each row relative to a row on the path; 0 if tiny."""
+        first, counts = self.first_between[rows], self.num_between[rows]
+        num_off_path = torch.zeros_like(counts)
         for step in range(self.path.longest):
-            inside = step < between
-            strays += inside & self.path.is_off_path[places + inside * step]
-        share = self.path.weight ** strays.float()
-        return share * (share >= MIN_WEIGHT_FRACTION)
+            inside = step < counts
+            num_off_path += inside & self.path.is_off_path[first + inside * step]
+        fractions = self.path.weight ** num_off_path.float()
+        return fractions * (fractions >= MIN_WEIGHT_FRACTION)
 
 
 @dataclass(frozen=True)
 class OffPathTeacher:
-    """Teacher that records, chunk by chunk, which tokens leave the target's path.
+    """Teacher that marks, chunk by chunk, which tokens leave the target's path.
 
     Attributes:
-        teacher: gives the distributions.
+        teacher: source of the distributions.
         labels: [P] int64 tokens of the text.
-        path: gets the tokens that leave the path.
+        path: tokens to mark.
     """
 
     teacher: Teacher
@@ -509,53 +565,37 @@ class OffPathTeacher:
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """Return P, the number of rows."""
         return self.teacher.num_rows
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of a row of the teacher."""
+        """Return the bytes of a row of the teacher."""
         return self.teacher.bytes_per_row
 
     def compute_chunk(self, begin: int, end: int) -> Distribution:
-        """Compute the distribution after rows begin..end."""
+        """Compute the distribution after rows begin..end, and mark their off-path tokens."""
         distribution: Distribution = self.teacher.compute_chunk(begin, end)
-        strays = distribution.top1_ids != self.labels[begin:end]
-        self.path.is_off_path[self.path.token_indices[begin:end]] = strays
+        is_off_path = distribution.top1_ids != self.labels[begin:end]
+        self.path.is_off_path[self.path.token_indices[begin:end]] = is_off_path
         return distribution
 
 
-def scale_off_path_rows(
-    slots: Student, teacher: Teacher, batch: Batch, weight: float
-) -> tuple[Student, Teacher]:
-    """Scale the draft tokens of `Unrolled` rows by how far their text is the target's own.
-
-    Args:
-        slots: rows to scale.
-        teacher: teacher of these rows.
-        batch: indexed batch.
-        weight: weight of `TargetPath`; 1 changes nothing.
-    """
-    if weight == 1:
-        return slots, teacher
-    unrolled: StepTargets = batch[STEP_TARGETS]
-    path = OffPathTokens(batch, weight)
-    # The token after the row's own is read by the head, so it cannot mislead the draft.
-    scales = OffPathScales(path, unrolled.row_anchors + 1, unrolled.row_steps, slots.scales[:])
-    return slots._replace(scales=scales), OffPathTeacher(teacher, gather_labels(batch), path)
-
-
-def build_counted_mask(student: Student) -> Tensor | None:
-    """[M] bool, rows that no path has dropped; None without a path."""
-    scales = student.scales
-    return scales.compute_fractions(slice(None)) > 0 if isinstance(scales, OffPathScales) else None
+def sum_steps(values: Tensor, student: Student, step_targets: StepTargets) -> Tensor:
+    """Sum rows [1 + L, M] of all steps by step: [2 + L, K], each column as in `sum_term`."""
+    steps = values.index_select(1, step_targets.step_order).split(step_targets.step_sizes, 1)
+    counted = build_counted_mask(student)
+    if counted is None:
+        return torch.stack([sum_term(step) for step in steps], dim=1)
+    masks = counted[step_targets.step_order].split(step_targets.step_sizes)
+    return torch.stack(list(map(sum_term, steps, masks)), dim=1)
 
 
 def sum_term(values: Tensor, counted: Tensor | None = None) -> Tensor:
-    """[2 + L] float32 loss, tokens and measures of a term.
+    """Sum the rows of a term: [2 + L] float32 loss, tokens and metrics.
 
     Args:
-        values: [1 + L, M] loss and measures of each row.
+        values: [1 + L, M] loss and metrics of each row.
         counted: [M] bool, rows that count; None for all.
     """
     sums = (values if counted is None else values * counted).sum(1, dtype=torch.float32)
@@ -563,11 +603,7 @@ def sum_term(values: Tensor, counted: Tensor | None = None) -> Tensor:
     return torch.cat([sums[:1], num_rows[None], sums[1:]])
 
 
-def sum_steps(values: Tensor, student: Student, unrolled: StepTargets) -> Tensor:
-    """[2 + L, K] `term_sums` of each step, from rows [1 + L, M] of all steps."""
-    steps = values.index_select(1, unrolled.step_order).split(unrolled.step_sizes, 1)
-    counted = build_counted_mask(student)
-    if counted is None:
-        return torch.stack([sum_term(step) for step in steps], dim=1)
-    masks = counted[unrolled.step_order].split(unrolled.step_sizes)
-    return torch.stack(list(map(sum_term, steps, masks)), dim=1)
+def build_counted_mask(student: Student) -> Tensor | None:
+    """Mark the rows that count, [M] bool: those with a weight above 0; None if all rows count."""
+    scales = student.scales
+    return scales.compute_fractions(slice(None)) > 0 if isinstance(scales, OffPathScales) else None

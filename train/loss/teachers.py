@@ -2,7 +2,9 @@
 
 Row r of a teacher is the distribution after one token of the text. A draft token of depth d from
 token t is compared with the row of token t + d, so heads and steps share rows and each row is
-computed once. Letters: P rows, c rows of a chunk, D hidden, V vocabulary, W draft vocabulary, k
+computed once.
+
+Letters: P rows, c rows of a chunk, r rows of a piece, D hidden, V vocabulary, W draft vocabulary, k
 kept ids.
 """
 
@@ -15,18 +17,18 @@ from torch import Tensor
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 from train.loss.divergences import Distribution, DistributionPair, Softmax, dot_rows, p_log_p
-from train.loss.fused_linear import Teacher, piece_rows, split_evenly
+from train.loss.fused_linear import Teacher, count_piece_rows, split_evenly
 
 MIN_MASS = 1e-6
 
 
 @dataclass(frozen=True)
 class TextTeacher:
-    """The text, optionally with a teacher of distributions beside it.
+    """Teacher that gives the text, optionally with the target's distributions beside it.
 
     Attributes:
         labels: [P] int64 next tokens.
-        soft: distributions to learn instead.
+        soft: teacher of distributions to learn instead.
     """
 
     labels: Tensor
@@ -34,29 +36,29 @@ class TextTeacher:
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """Return P, the number of rows."""
         return len(self.labels)
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of a label, or of the distribution beside it."""
+        """Return the bytes of a label, or of the distribution beside it."""
         return self.labels.element_size() if self.soft is None else self.soft.bytes_per_row
 
     def compute_chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
-        """Compute labels, and the distribution if any, of rows begin..end."""
+        """Compute the labels [c], and the distribution if any, of rows begin..end."""
         soft = None if self.soft is None else self.soft.compute_chunk(begin, end)
         return self.labels[begin:end], soft
 
 
 @dataclass(frozen=True)
 class HiddenTeacher:
-    """The target's distribution, from its hidden states.
+    """Teacher that computes the target's distribution from its hidden states.
 
     Attributes:
         target: the target, of which only the output head is used.
         vocab: the draft vocabulary.
         hidden: [P, D] last hidden states.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
     """
 
     target: EmbeddingsAndOutputHead
@@ -66,12 +68,12 @@ class HiddenTeacher:
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """Return P, the number of rows."""
         return len(self.hidden)
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of V logits."""
+        """Return the bytes of V logits."""
         return self.target.vocab_size * self.hidden.element_size()
 
     def compute_chunk(self, begin: int, end: int) -> Distribution:
@@ -82,12 +84,14 @@ class HiddenTeacher:
         drafted = logits if self.vocab.is_full else logits.index_select(1, self.vocab.ids)
         pieces = [
             _target_softmax(logits[rows], drafted[rows])
-            for rows in split_evenly(0, len(logits), piece_rows(logits))
+            for rows in split_evenly(0, len(logits), count_piece_rows(logits))
         ]
-        top1_ids, log_norm, mass, of_p = (torch.cat(column) for column in zip(*pieces, strict=True))
+        top1_ids, log_norm, mass, p_log_p_sums = (
+            torch.cat(column) for column in zip(*pieces, strict=True)
+        )
         if drafted.dtype is torch.float32:
-            return TargetProbs(top1_ids, drafted, mass, of_p)
-        return _TargetLogits(drafted, top1_ids, log_norm, mass, of_p)
+            return TargetProbs(top1_ids, drafted, mass, p_log_p_sums)
+        return _TargetLogits(drafted, top1_ids, log_norm, mass, p_log_p_sums)
 
 
 def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,14 +100,16 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
     Probabilities overwrite the drafted logits if these are float32; students then need no
     exponentials.
     """
-    of_drafted = Softmax.from_logits(drafted.float())
-    whole = of_drafted if drafted.shape == logits.shape else Softmax.from_logits(logits.float())
-    mass = (of_drafted.log_norm - whole.log_norm).exp()
-    p = of_drafted.q.mul_(mass.unsqueeze(1))
-    of_p = dot_rows(p, of_drafted.logits) - mass * whole.log_norm
+    drafted_softmax = Softmax.from_logits(drafted.float())
+    full_softmax = (
+        drafted_softmax if drafted.shape == logits.shape else Softmax.from_logits(logits.float())
+    )
+    mass = (drafted_softmax.log_norm - full_softmax.log_norm).exp()
+    p = drafted_softmax.q.mul_(mass.unsqueeze(1))
+    p_log_p_sums = dot_rows(p, drafted_softmax.logits) - mass * full_softmax.log_norm
     if drafted.dtype is torch.float32:
         drafted.copy_(p)
-    return whole.top1_columns, whole.log_norm, mass, of_p
+    return full_softmax.top1_columns, full_softmax.log_norm, mass, p_log_p_sums
 
 
 class _TargetLogits(NamedTuple):
@@ -122,10 +128,10 @@ class _TargetLogits(NamedTuple):
 
 
 class TargetProbs(NamedTuple):
-    """Distribution given by its probabilities.
+    """Distribution of the target as probabilities.
 
     Attributes:
-        top1_ids: [c] int64.
+        top1_ids: [c] int64 likeliest ids of the whole vocabulary.
         p: [c, W], normalised over the whole vocabulary.
         mass: [c], the sum of p.
         p_log_p: [c], the sum of p log p.
@@ -153,17 +159,18 @@ class TargetProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """The target's distribution, given by its k likeliest ids.
+    """Teacher that knows the target's k likeliest ids only.
 
-    The mass of the other ids is known, but not its shape, which is taken to be the student's. A
-    divergence of the form sum of q f(p / q), such as KL, then equals the one over the k ids and one
-    bucket for the rest. Ids outside the draft vocabulary are dropped and do not count as rest.
+    Only the total probability of all other ids is known, so it is spread over them as the student
+    spreads its own. KL, and every divergence of the form sum of q f(p / q), then equals the
+    divergence over k ids and one bucket for the rest. Ids outside the draft vocabulary are dropped
+    and do not join the rest.
 
     Attributes:
         vocab: the draft vocabulary.
         ids: [P, k] int, likeliest first.
         log_probs: [P, k] log-probabilities over the whole vocabulary.
-        temperature: divides logits. The rest then counts as a single id.
+        temperature: divisor of the logits. The rest then counts as a single id.
     """
 
     vocab: DraftVocab
@@ -173,12 +180,12 @@ class TopKTeacher:
 
     @property
     def num_rows(self) -> int:
-        """P."""
+        """Return P, the number of rows."""
         return len(self.ids)
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of k ids and log-probabilities."""
+        """Return the bytes of k ids and log-probabilities."""
         return 12 * self.ids.shape[1]
 
     def compute_chunk(self, begin: int, end: int) -> Distribution:
@@ -205,9 +212,9 @@ class _TargetTopK(NamedTuple):
         inside = columns >= 0
         columns = columns.clamp_min(0)
         probs = self.probs[chunk_rows].to(student.q).masked_fill(~inside, 0.0)
-        kept = torch.zeros_like(student.q).scatter_add_(1, columns, probs)
-        others = student.q.masked_fill(kept > 0, 0.0)
-        left = others.sum(-1, keepdim=True).clamp_min(MIN_MASS)
-        p = others.mul_(rest / left).add_(kept)
+        known = torch.zeros_like(student.q).scatter_add_(1, columns, probs)
+        rest_p = student.q.masked_fill(known > 0, 0.0)
+        student_rest = rest_p.sum(-1, keepdim=True).clamp_min(MIN_MASS)
+        p = rest_p.mul_(rest / student_rest).add_(known)
         mass = probs.sum(-1) + rest.squeeze(1)
         return DistributionPair(p, mass, p_log_p(p), student)

@@ -1,4 +1,4 @@
-"""Largest logits of a row, without sorting. Letters: n rows, V columns, k kept."""
+"""Find the largest logits of a row, without sorting. Letters: n rows, V columns, k kept."""
 
 import math
 
@@ -13,8 +13,11 @@ def fast_argmax(logits: Tensor) -> Tensor:
 
     Args:
         logits: [n, V].
+
+    Returns:
+        [n] int64 columns.
     """
-    width = math.gcd(logits.shape[1], GROUP) if _by_groups(logits) else 1
+    width = math.gcd(logits.shape[1], GROUP) if _should_group(logits) else 1
     if width == 1:
         return logits.argmax(-1)
     grouped = logits.unflatten(1, (-1, width))
@@ -37,20 +40,20 @@ def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tenso
     width = math.gcd(logits.shape[1], group)
     num_groups = logits.shape[1] // width
     if num_groups < k:
-        values, places = logits.topk(k)
-        return values, places
+        values, positions = logits.topk(k)
+        return values, positions
     grouped = logits.unflatten(1, (width, num_groups))
     groups = grouped.amax(1).topk(k, sorted=False).indices
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, width, -1)).flatten(1)
-    values, places = candidates.topk(k)
-    return values, groups.gather(1, places % k) + places // k * num_groups
+    values, positions = candidates.topk(k)
+    return values, groups.gather(1, positions % k) + positions // k * num_groups
 
 
 def mark_top1_and_top5(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mark labels that are the first choice, and labels among the first five.
+    """Mark the labels that are the first choice, and the labels among the first five.
 
     Ties count once, in order of ids: exactly one id is first and five are among the first five.
-        Ties are common in bfloat16, and counting them all would flatter.
+    Ties are common in bfloat16, and counting them all would flatter.
 
     Args:
         logits: [n, V].
@@ -59,15 +62,15 @@ def mark_top1_and_top5(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Two [n] tensors of 0 and 1, in the dtype of the logits.
     """
-    if _by_groups(logits):
+    if _should_group(logits):
         best = fast_topk(logits, min(5, logits.shape[1]))[1] == labels.unsqueeze(1)
         return (fast_argmax(logits) == labels).to(logits.dtype), best.any(1).to(logits.dtype)
-    own = logits.gather(1, labels.unsqueeze(1))
+    label_logits = logits.gather(1, labels.unsqueeze(1))
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels.unsqueeze(1)
-    rank = torch.where(earlier, logits >= own, logits > own).sum(1)
+    rank = torch.where(earlier, logits >= label_logits, logits > label_logits).sum(1)
     return (rank == 0).to(logits.dtype), (rank < 5).to(logits.dtype)
 
 
-def _by_groups(logits: Tensor) -> bool:
+def _should_group(logits: Tensor) -> bool:
     # Compiled code and GPUs pass over all logits at almost no cost.
     return logits.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -29,6 +29,26 @@ from train.parallel.optimizers import compute_rate_fraction
 
 _FORMAT = 2
 _FILES = ("head.safetensors", "optimizer.safetensors")
+ONLY_WATCHED = (
+    "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",
+    "resume", "log_steps",
+)  # fmt: skip
+"""Settings of `train.*` that only observe or save a run."""
+ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
+"""Settings that only change the order or width of the arithmetic, like the number of processes.
+Weights and optimizer state stay float32."""
+NOT_COMPARED = {
+    "train": (*ONLY_WATCHED, *ONLY_ROUNDED),
+    "head": ("path", "revision"),
+    "rollout": ("endpoint",),
+}
+"""Ignored fields by prefix. The checkpoint holds the head, wherever it came from; a target gives
+the same hidden states wherever it is served."""
+SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
+"""Settings that may change if every step so far keeps its rate. A constant rate may start to decay
+at any step."""
+KIND = "kind of head"
+TOKENS = ("input_ids", "loss_mask", "document_ids")
 Say = Callable[[str], None]
 
 
@@ -97,7 +117,7 @@ def save_checkpoint(
         (staging / "state.json").write_text(json.dumps(state, indent=1))
 
     write_folder(final, fill)
-    saved = _newest_first(folder)
+    saved = _list_newest_first(folder)
     abandoned = [path for path in saved if int(path.name[5:]) > progress.step]
     leftovers = [*folder.glob(".writing-*"), *folder.glob(".old-*")]
     for path in (*abandoned, *saved[len(abandoned) :][keep:], *leftovers):
@@ -115,7 +135,7 @@ def find_latest_checkpoint(folder: Path, say: Say) -> Path | None:
     Raises:
         InputError: all checkpoints are damaged.
     """
-    saved = _newest_first(folder)
+    saved = _list_newest_first(folder)
     for path in saved:
         damage = describe_damage(path)
         if damage is None:
@@ -184,63 +204,15 @@ def check_checkpoint_fits(
     wrong = [n for n in {**expected, **saved} if expected.get(n) != saved.get(n)]
     if wrong:
         name = wrong[0]
-        there, here = (
+        saved_shape, own_shape = (
             "none" if shape is None else str(list(shape))
             for shape in (saved.get(name), expected.get(name))
         )
         raise InputError(
-            f"train.resume={path}: of another head: {name} has shape {there} there "
-            f"and {here} here, and {len(wrong)} tensors differ in all; set head.* and "
+            f"train.resume={path}: of another head: {name} has shape {saved_shape} there "
+            f"and {own_shape} here, and {len(wrong)} tensors differ in all; set head.* and "
             "train.optimizer as in that run (adamw for early versions)"
         )
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    saved = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(saved, key=lambda p: int(p.name[5:]), reverse=True)
-
-
-def _compute_file_checksum(path: Path) -> dict[str, int]:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return {"bytes": path.stat().st_size, "crc32": crc}
-
-
-ONLY_WATCHED = (
-    "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",
-    "resume", "log_steps",
-)  # fmt: skip
-"""Settings of `train.*` that only observe or save a run."""
-ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
-"""Settings that only change the order or width of the arithmetic, like the number of processes.
-Weights and optimizer state stay float32."""
-NOT_COMPARED = {
-    "train": (*ONLY_WATCHED, *ONLY_ROUNDED),
-    "head": ("path", "revision"),
-    "rollout": ("endpoint",),
-}
-"""Ignored fields by prefix. The checkpoint holds the head, wherever it came from; a target gives
-the same hidden states wherever it is served."""
-SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
-"""Settings that may change if every step so far keeps its rate. A constant rate may start to decay
-at any step."""
-KIND = "kind of head"
-TOKENS = ("input_ids", "loss_mask", "document_ids")
-
-
-def collect_resume_settings(prefix: str, config: Any) -> dict[str, Any]:
-    """Compared fields of a dataclass by configuration key, as JSON values."""
-    ignored = NOT_COMPARED.get(prefix, ())
-    names = [field.name for field in fields(config) if field.name not in ignored]
-    return {f"{prefix}.{name}": to_json(getattr(config, name)) for name in names}
-
-
-def compute_token_checksum(sequence: Mapping[str, Tensor]) -> int:
-    """CRC-32 of a sequence's tokens. Hidden states are left out, as their format may change."""
-    names = [name for name in TOKENS if name in sequence]
-    return sum(zlib.crc32(sequence[name].numpy().tobytes()) for name in names)
 
 
 def check_resume_settings(
@@ -285,3 +257,29 @@ def check_resume_settings(
             "this head if you like (head.path)"
         )
     return unknown
+
+
+def collect_resume_settings(prefix: str, config: Any) -> dict[str, Any]:
+    """Compared fields of a dataclass by configuration key, as JSON values."""
+    ignored = NOT_COMPARED.get(prefix, ())
+    names = [field.name for field in fields(config) if field.name not in ignored]
+    return {f"{prefix}.{name}": to_json(getattr(config, name)) for name in names}
+
+
+def compute_token_checksum(sequence: Mapping[str, Tensor]) -> int:
+    """CRC-32 of a sequence's tokens. Hidden states are left out, as their format may change."""
+    names = [name for name in TOKENS if name in sequence]
+    return sum(zlib.crc32(sequence[name].numpy().tobytes()) for name in names)
+
+
+def _list_newest_first(folder: Path) -> list[Path]:
+    saved = [p for p in folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(saved, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def _compute_file_checksum(path: Path) -> dict[str, int]:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return {"bytes": path.stat().st_size, "crc32": crc}

@@ -20,6 +20,42 @@ MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Odd polynomial that Muon applies NUM_ITERATIONS times: steep at 0, near 1 above 0.3."""
 NUM_ITERATIONS = 5
+AVERAGE = "average"
+"""Key of a parameter's moving average."""
+
+
+def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Make AdamW, and Muon if set, over the groups of an objective.
+
+    Args:
+        objective: objective whose head tells which matrices project to the vocabulary.
+        config: optimizer settings, with numbers for rates.
+
+    Returns:
+        The optimizers. `rate` of a group is a share of `train.learning_rate`; set `lr` before each
+        step.
+    """
+    hidden = {id(matrix) for matrix in _find_hidden_matrices(objective.head, config).values()}
+    muon_on = config.optimizer is Optimizer.muon
+    adam_share = float(config.adam_learning_rate) / float(config.learning_rate) if muon_on else 1.0
+    adamw: list[dict[str, Any]] = []
+    muon: list[dict[str, Any]] = []
+    for group in objective.list_parameter_groups():
+        for groups, rate, by_muon in ((adamw, adam_share, False), (muon, 1.0, True)):
+            chosen = [p for p in group.parameters if (id(p) in hidden) == by_muon]
+            if chosen:
+                options = {"rate": rate * group.rate, "first_step": group.first_step}
+                groups.append({"params": chosen, **options})
+    optimizers: list[torch.optim.Optimizer] = []
+    if adamw:
+        # Fused: other kernels store the root of every second moment.
+        betas, decay = (0.9, config.adam_beta2), config.weight_decay
+        optimizers.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=True))
+    if muon:
+        device = muon[0]["params"][0].device
+        dtype = choose_fast_dtype(resolve_dtype(config.dtype, device), device)
+        optimizers.append(Muon(muon, dtype, config.weight_decay))
+    return optimizers
 
 
 class Muon(torch.optim.Optimizer):
@@ -90,42 +126,6 @@ STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     Muon: ("momentum_buffer",),
 }
 """Optimizer states of a parameter besides the step count, each as large as the parameter."""
-AVERAGE = "average"
-"""Key of a parameter's moving average."""
-
-
-def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Make AdamW, and Muon if set, over the groups of an objective.
-
-    Args:
-        objective: objective whose head tells which matrices project to the vocabulary.
-        config: optimizer settings, with numbers for rates.
-
-    Returns:
-        The optimizers. `rate` of a group is a share of `train.learning_rate`; set `lr` before each
-        step.
-    """
-    hidden = {id(matrix) for matrix in _hidden_matrices(objective.head, config).values()}
-    muon_on = config.optimizer is Optimizer.muon
-    adam_share = float(config.adam_learning_rate) / float(config.learning_rate) if muon_on else 1.0
-    adamw: list[dict[str, Any]] = []
-    muon: list[dict[str, Any]] = []
-    for group in objective.list_parameter_groups():
-        for groups, rate, by_muon in ((adamw, adam_share, False), (muon, 1.0, True)):
-            chosen = [p for p in group.parameters if (id(p) in hidden) == by_muon]
-            if chosen:
-                more = {"rate": rate * group.rate, "first_step": group.first_step}
-                groups.append({"params": chosen, **more})
-    optimizers: list[torch.optim.Optimizer] = []
-    if adamw:
-        # Fused: other kernels store the root of every second moment.
-        betas, decay = (0.9, config.adam_beta2), config.weight_decay
-        optimizers.append(torch.optim.AdamW(adamw, betas=betas, weight_decay=decay, fused=True))
-    if muon:
-        device = muon[0]["params"][0].device
-        dtype = choose_fast_dtype(resolve_dtype(config.dtype, device), device)
-        optimizers.append(Muon(muon, dtype, config.weight_decay))
-    return optimizers
 
 
 def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
@@ -135,7 +135,7 @@ def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
         head: head whose parameters may be sharded.
         config: settings with a number for `optimizer` and `average_decay`.
     """
-    hidden = _hidden_matrices(head, config)
+    hidden = _find_hidden_matrices(head, config)
     average = () if config.average_decay is None else (AVERAGE,)
     return {
         name: STATE_KEYS[Muon if name in hidden else torch.optim.AdamW] + average
@@ -144,7 +144,7 @@ def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
-def fresh_state(
+def make_initial_state(
     optimizer: torch.optim.Optimizer, tensor: Tensor, config: TrainConfig
 ) -> dict[str, Tensor]:
     """Make the state of a parameter before its first step.
@@ -165,27 +165,16 @@ def fresh_state(
     return state
 
 
-def _hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
+def _find_hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
     """Trained matrices that Muon updates, by name; empty without Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
-    left_out = {id(matrix) for matrix in (*head.find_output_heads(), *head.find_embeddings())}
+    excluded = {id(matrix) for matrix in (*head.find_output_heads(), *head.find_embeddings())}
     return {
         name: parameter
         for name, parameter in head.named_parameters()
-        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in left_out
+        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in excluded
     }
-
-
-def compute_late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
-    """Share of `rate` for parameters that a later step trains first.
-
-    AdamW's first steps have full length even for tiny gradients, so parameters that join later get
-    a warm-up too.
-    """
-    if first_step == 0 or not config.warmup_steps:
-        return 1.0
-    return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)
 
 
 def compute_learning_rate(config: TrainConfig, step: int) -> float:
@@ -209,3 +198,14 @@ def compute_rate_fraction(config: TrainConfig, step: int) -> float:
     if config.schedule is Schedule.wsd:
         return min(1.0, left / max(1.0, config.decay_fraction * config.max_steps))
     return 1.0
+
+
+def compute_late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
+    """Share of `rate` for parameters that a later step trains first.
+
+    AdamW's first steps have full length even for tiny gradients, so parameters that join later get
+    a warm-up too.
+    """
+    if first_step == 0 or not config.warmup_steps:
+        return 1.0
+    return min(1.0, max(0, step - first_step + 1) / config.warmup_steps)

@@ -81,11 +81,11 @@ def wait_for_processes() -> None:
     may have unequal work wait here first.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        torch.distributed.barrier(_patient_group(torch.distributed.group.WORLD))
+        torch.distributed.barrier(_make_patient_group(torch.distributed.group.WORLD))
 
 
 @lru_cache(maxsize=1)
-def _patient_group(_world: Any) -> Any:
+def _make_patient_group(_world: Any) -> Any:
     """Make a process group once per world, on all processes at the same time."""
     return torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
 
@@ -94,7 +94,7 @@ def end_processes(accelerator: Accelerator) -> None:
     """End the launch once all processes have come this far."""
     wait_for_processes()
     # A group left open would end the interpreter while its threads run.
-    _patient_group.cache_clear()
+    _make_patient_group.cache_clear()
     accelerator.end_training()
 
 

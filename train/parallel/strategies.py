@@ -26,7 +26,7 @@ from train.parallel.checkpoint import CheckpointTensors
 from train.parallel.optimizers import (
     AVERAGE,
     compute_late_warmup,
-    fresh_state,
+    make_initial_state,
     make_optimizers,
     state_keys,
 )
@@ -48,18 +48,18 @@ def make_strategy(
     dtype = resolve_dtype(config.dtype, accelerator.device)
     if dtype is not torch.float32:
         objective.forward = torch.autocast(accelerator.device.type, dtype)(objective.forward)
-    return _class_of(accelerator)(accelerator, objective, config)
+    return _choose_strategy(accelerator)(accelerator, objective, config)
 
 
-def strategy_name(accelerator: Accelerator) -> str:
+def get_strategy_name(accelerator: Accelerator) -> str:
     """Name of the strategy of `place`: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
-    strategy = _class_of(accelerator)
+    strategy = _choose_strategy(accelerator)
     if strategy is ZeroStrategy:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
     return "FSDP2" if strategy is Fsdp2Strategy else "DDP"
 
 
-def _class_of(accelerator: Accelerator) -> "type[ParallelStrategy]":
+def _choose_strategy(accelerator: Accelerator) -> "type[ParallelStrategy]":
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return ZeroStrategy
     return Fsdp2Strategy if uses_fsdp() and torch.distributed.is_initialized() else ParallelStrategy
@@ -80,20 +80,20 @@ class ParallelStrategy:
 
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
-        self.name = strategy_name(accelerator)
+        self.name = get_strategy_name(accelerator)
         self.head: nn.Module = objective.head
         self._size = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         self.objective, self.optimizers = self._lay_out(objective)
         self.trained = {n: p for n, p in self.head.named_parameters() if p.requires_grad}
         # Made at once, so that a run can be saved before its first step.
         for optimizer, tensor, _ in self._list_stepped_tensors():
-            optimizer.state[tensor] = fresh_state(optimizer, tensor, config)
+            optimizer.state[tensor] = make_initial_state(optimizer, tensor, config)
 
     def __str__(self) -> str:
         # Measured, as a launcher may fall back to another strategy silently.
         stepped = [tensor for _, tensor, _ in self._list_stepped_tensors()]  # its state is as large
-        held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in stepped)
-        return f"{self.name}, {held / self._size:.0%} of the optimizer state on each process"
+        num_held = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in stepped)
+        return f"{self.name}, {num_held / self._size:.0%} of the optimizer state on each process"
 
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
         if self.accelerator.num_processes > 1:
@@ -201,8 +201,8 @@ class ParallelStrategy:
             try:
                 yield
             finally:
-                for (parameter, _), own in zip(whole, weights, strict=True):
-                    parameter.copy_(own)
+                for (parameter, _), weight in zip(whole, weights, strict=True):
+                    parameter.copy_(weight)
 
     def gather_tensors(self) -> CheckpointTensors:
         """Gather the whole tensors of a checkpoint.
@@ -284,8 +284,8 @@ class Fsdp2Strategy(ParallelStrategy):
     def _set_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
         shards: Any = self._get_optimizer_state(parameter)[key]
         # Each process cuts its shard from its own read.
-        own = distribute_tensor(value, shards.device_mesh, shards.placements, src_data_rank=None)
-        shards.copy_(own)
+        shard = distribute_tensor(value, shards.device_mesh, shards.placements, src_data_rank=None)
+        shards.copy_(shard)
 
 
 class ZeroStrategy(ParallelStrategy):

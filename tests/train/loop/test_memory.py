@@ -212,9 +212,9 @@ def test_the_benchmark_measures_a_gpu_with_both_targets(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
 def test_a_piece_has_rows_for_a_whole_gpu_within_a_bound(width: int) -> None:
-    size, of_cpu = (fused.piece_bytes(width, cpu) for cpu in (False, True))
+    size, of_cpu = (fused.compute_piece_bytes(width, cpu) for cpu in (False, True))
     rows = fused.count_fitting_rows(size, 4 * width)
-    assert rows >= 520 or 255 * 2**20 < size <= fused.MOST_PIECE_BYTES
+    assert rows >= 520 or 255 * 2**20 < size <= fused.MAX_PIECE_BYTES
     assert 5 * size < 1.4e9
     if width > 100_000:
         chunk = fused.count_fitting_rows(fused.CHUNK_BYTES, 2 * width)

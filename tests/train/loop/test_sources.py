@@ -32,7 +32,7 @@ from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
-from train.loop import command, loop
+from train.loop import command, loop, sources
 from train.loop.evaluation import HeldoutReplay, StoredReplay
 from train.loop.loop import Outcome, TrainingJob
 from train.loop.sources import check_feature_layers, load_embeddings_and_head, load_store
@@ -202,7 +202,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr(loop, "fit_head", fit)
-    monkeypatch.setattr(command, "load_target", stop)
+    monkeypatch.setattr(sources, "load_target", stop)
     command.train_head(config, build)
     return jobs[0]
 

@@ -511,4 +511,4 @@ def test_without_gradients_nothing_is_kept() -> None:
 def test_a_piece_fills_a_gpu_with_rows_and_a_cpus_caches(
     width: int, cpu: bool, mebibytes: int
 ) -> None:
-    assert fused.piece_bytes(width, cpu) == mebibytes * 2**20
+    assert fused.compute_piece_bytes(width, cpu) == mebibytes * 2**20

@@ -119,7 +119,7 @@ def test_hand_computed_cross_entropy() -> None:
 def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
     groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.loss.topk._by_groups", lambda _: groups)
+    monkeypatch.setattr("train.loss.topk._should_group", lambda _: groups)
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     top1, top5 = mark_top1_and_top5(logits, torch.tensor([0, 1]))
     assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])
@@ -161,7 +161,7 @@ def test_rows_return_to_their_steps() -> None:
     steps = found.row_steps[found.step_order]
     assert steps.tolist() == [step for step, n in enumerate(found.step_sizes) for _ in range(n)]
     for step, part in enumerate(answers[found.step_order].split(found.step_sizes)):
-        assert part.equal(add_supervision(batch, 3)[SUPERVISION].depths[1 + step].answers.host)
+        assert part.equal(add_supervision(batch, 3)[SUPERVISION].depths[1 + step].teacher_rows.host)
 
 
 @pytest.mark.parametrize("columns", [5, 64, 640, 1000])
