@@ -53,12 +53,12 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class Answer:
-    """A text that a target wrote.
+    """Text that a target wrote.
 
     Attributes:
         text: the answer, without special tokens.
-        prompt_ids: the rendered prompt.
-        token_ids: the answer, the stop token included.
+        prompt_ids: token ids of the rendered prompt.
+        token_ids: token ids of the answer, the stop token included.
         tau: tokens that one pass of the target wrote; 1 without drafts.
     """
 
@@ -70,11 +70,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The drafts that a text accepts.
+    """Drafts that a text accepts.
 
     Attributes:
         tau: tokens that one pass of the target would write.
-        alpha: for each depth, the share of the drafts that reached it and were accepted there.
+        alpha: for each depth, the fraction of the drafts that reached it and were accepted there.
     """
 
     tau: float
@@ -82,7 +82,7 @@ class Acceptance:
 
 
 class StepLoss(NamedTuple):
-    """The loss of a training step.
+    """Loss of a training step.
 
     Attributes:
         loss: [] float32, with gradients for the head's parameters alone.
@@ -99,7 +99,7 @@ def load_target(path: str | None = None, dtype: str = "auto", device: str | None
     Args:
         path: Hub id, folder or GGUF file; the embedded default unless given.
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: bfloat16 on CUDA, float32 on a CPU.
-        device: of torch; CUDA where there is one unless given.
+        device: device of torch; CUDA where there is one unless given.
 
     Raises:
         InputError: nothing is there, or the architecture cannot draft, with the reason.
@@ -118,8 +118,8 @@ def load_head(
 
     Args:
         path: folder, GGUF file or Hub id.
-        target: on whose device the head goes.
-        dtype: of the weights; float32, as training needs them, unless given.
+        target: target of the head, on whose device the head goes.
+        dtype: dtype of the weights; float32, as training needs, unless given.
 
     Raises:
         InputError: no head is there, or it is the head of another target.
@@ -141,11 +141,11 @@ def generate(
 
     Args:
         target: the target.
-        head: of `load_head`; None writes without drafts.
+        head: result of `load_head`; None writes without drafts.
         prompt: a question, a conversation that ends with one, or token ids.
-        max_new_tokens: of the answer at most.
-        temperature: 0 is greedy.
-        seed: of everything that sampling draws.
+        max_new_tokens: largest number of tokens of the answer.
+        temperature: temperature of sampling; 0 is greedy.
+        seed: seed of everything that sampling draws.
     """
     ids = _encode_prompt(target, prompt)
     sampling = Sampling(temperature)
@@ -169,13 +169,13 @@ def acceptance(
 ) -> Acceptance:
     """Replay a known answer: the drafts that greedy decoding would have accepted along it.
 
-    Equal to decoding where the target itself wrote the answer; of any other text this is what a
-    target that writes that text would accept.
+    The result equals decoding where the target itself wrote the answer; of any other text it is
+    what a target that writes that text would accept.
 
     Args:
         target: the target.
-        head: of `load_head`.
-        prompt: as in `generate`.
+        head: result of `load_head`.
+        prompt: prompt as in `generate`.
         response: the answer, or its token ids.
         depth: draft tokens of a chain; the head's usual number unless given.
     """
@@ -192,15 +192,15 @@ def training_objective(
 ) -> Objective:
     """Make the objective with which the training commands train a head.
 
-    Its `head` is the head; `head.parameters()` are what an optimizer takes, and `head.taps.layers`
-    names the hidden states that `training_step` wants.
+    The objective's `head` is the head; `head.parameters()` are what an optimizer takes, and
+    `head.taps.layers` names the hidden states that `training_step` wants.
 
     Args:
-        head: of `load_head`; or the name of a recipe in conf/head (`eagle3_1`, `dflash`, ...),
-            `medusa` or `mtp`, for a fresh head that drafts every id.
+        head: result of `load_head`; or the name of a recipe in conf/head (`eagle3_1`, `dflash`,
+            ...), `medusa` or `mtp`, for a fresh head that drafts every id.
         target: the target, or `frozen_parts` of it.
-        seed: of the weights of a fresh head.
-        settings: of the command's section `head`, where they differ from the recipe.
+        seed: seed of the weights of a fresh head.
+        settings: settings of the command's section `head`, where they differ from the recipe.
 
     Raises:
         InputError: an unknown recipe, or a setting that the head lacks or that does not fit.
@@ -233,18 +233,18 @@ def training_step(
 ) -> StepLoss:
     """Compute the loss of one step, as the training commands do; changes nothing.
 
-    The loss is a mean over the learnt tokens of these sequences. Call `loss.backward()` and step
-    an optimizer of your own.
+    The loss is a mean over the supervised tokens of these sequences. Call `loss.backward()` and
+    step an optimizer of your own.
 
     Args:
-        objective: of `training_objective`.
+        objective: result of `training_objective`.
         input_ids: [B, T] int64.
-        loss_mask: [B, T] bool, the tokens that are learnt. It decides alone: the commands'
+        loss_mask: [B, T] bool, the supervised tokens. The mask decides alone: the commands'
             `head.learn_prompts` is the mask of all tokens.
         states: the target's hidden states [B, T, D] of these tokens; None runs the target.
-        document_ids: [B, T] int, the text that each token belongs to, -1 on padding; each
-            sequence is one text unless given.
-        seed: of noise and of drawn blocks; give the number of the step.
+        document_ids: [B, T] int, the text that each token belongs to, -1 on padding; each sequence
+            is one text unless given.
+        seed: seed of noise and of drawn blocks; give the number of the step.
 
     Raises:
         InputError: tensors of other shapes, or hidden states that the head reads are missing.
@@ -270,13 +270,13 @@ def training_step(
 def frozen_parts(model: Any, tokenizer: Any = None, name: str = UNKNOWN) -> EmbeddingsAndOutputHead:
     """Take the embedding and output head of a transformers model that goes on learning.
 
-    They share the model's memory, so a head always sees the weights of now, and no gradient of
-    the head reaches the model. This is all of a target that `training_step` needs beside states.
+    Both share the model's memory, so a head always sees the current weights, and no gradient of the
+    head reaches the model. Beside hidden states, `training_step` needs nothing else of a target.
 
     Args:
-        model: with whole weights on this process.
-        tokenizer: of the model; names special tokens.
-        name: what the head's files call its target: a Hub id or folder.
+        model: model with whole weights on this process.
+        tokenizer: tokenizer of the model; names special tokens.
+        name: name of the target in the head's files: a Hub id or folder.
     """
     return EmbeddingsAndOutputHead.from_model(model, tokenizer, name)
 
@@ -287,12 +287,12 @@ def engine_tensors(
     """Name the head's tensors as a serving engine does, without writing files.
 
     Args:
-        head: attached to its target.
+        head: head that is attached to its target.
         engine: a `format` of scripts/export.py.
-        dtype: of floating tensors; the head's own unless given.
+        dtype: dtype of floating tensors; the head's own unless given.
 
     Returns:
-        The tensors of an export by their names in it, without gradients; those that need no
+        The tensors of an export by their names in it, without gradients; tensors that need no
         change share the head's memory.
 
     Raises:
@@ -315,16 +315,16 @@ def _encode_prompt(target: Target, prompt: str | Messages | list[int]) -> list[i
 
 
 def _import_training_command(kind: str) -> TrainingCommand:
-    """The training command of a kind of head."""
+    """Import the training command of a kind of head."""
     entry: Any = import_module(f"train.{kind}")
     return entry.main
 
 
 def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
-    """The training command that knows a recipe; a kind without recipes is its own.
+    """Find the training command that knows a recipe; a kind without recipes is its own.
 
     Raises:
-        InputError: no command does.
+        InputError: no command knows the recipe.
     """
     known: dict[str, TrainingCommand] = {}
     for kind in kinds.HEADS:
@@ -336,12 +336,12 @@ def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
 
 
 def _compute_position_ids(document_ids: Tensor) -> Tensor:
-    """[B, T] int64, the place of each token in its document."""
-    places = torch.arange(document_ids.shape[1], device=document_ids.device)
-    places = places.expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids.diff() != 0
-    return places - (places * begins).cummax(1).values
+    """Compute the position of each token in its document, [B, T] int64."""
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
+    columns = columns.expand_as(document_ids)
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids.diff() != 0
+    return columns - (columns * is_start).cummax(1).values
 
 
 def _check_step(
@@ -354,11 +354,11 @@ def _check_step(
     shape = tuple(input_ids.shape)
     tensors = {"loss_mask": loss_mask, "document_ids": document_ids}
     if states is not None:
-        lacking = sorted({*objective.head.taps.layers} - {*states.layers})
-        if lacking:
+        missing = sorted({*objective.head.taps.layers} - {*states.layers})
+        if missing:
             raise InputError(
                 f"states.layers={sorted(states.layers)}: this head reads "
-                f"{list(objective.head.taps.layers)}; give {lacking} too, as "
+                f"{list(objective.head.taps.layers)}; give {missing} too, as "
                 "output_hidden_states counts them"
             )
         tensors |= {"states.hidden_states": states.hidden_states}

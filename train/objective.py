@@ -1,4 +1,4 @@
-"""Objective of the training loop, with the schedule of its parameters."""
+"""The base class of objectives, and the words that its interface speaks."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -17,8 +17,8 @@ from train.loss.fused_linear import (
 DIVISORS = "counts"
 """Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
 DRAFT_METRICS = ("top1", "alpha")
-"""Whether the first choices of head and target agree; and alpha, the sum of min(p, q) over the
-whole vocabulary: the probability of acceptance at temperature 1."""
+"""Metrics of a row: whether the first choices of head and target agree; and alpha, the sum of
+min(p, q) over the whole vocabulary, which is the probability of acceptance at temperature 1."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class ParameterGroup:
 
     Attributes:
         parameters: parameters of the objective's head.
-        rate: learning rate as a share of `train.learning_rate`.
-        first_step: first optimizer step, from 0, that trains them. After step 0, a new warm-up of
-            `train.warmup_steps` begins there.
+        rate: learning rate as a fraction of `train.learning_rate`.
+        first_step: first optimizer step, from 0, that trains the parameters. After step 0, a new
+            warm-up of `train.warmup_steps` begins there.
     """
 
     parameters: list[nn.Parameter]
@@ -42,10 +42,10 @@ class LaunchSpec:
     """Facts of a launch on which memory depends, beside the objective.
 
     Attributes:
-        tokens: N.
-        dtype: autocast's, of the head.
+        tokens: tokens N of a micro batch.
+        dtype: dtype of the head under autocast.
         strategy: `DDP` (also one process), `FSDP2` or `ZeRO-1`, `ZeRO-2`, `ZeRO-3`.
-        num_processes: n.
+        num_processes: number n of processes.
         cuda: whether micro batches are prepared in advance and pieces are large.
         train: settings of the optimizers.
     """
@@ -61,7 +61,7 @@ class LaunchSpec:
     def from_config(
         cls, config: TrainConfig, length: int, strategy: str, accelerator: Any
     ) -> "LaunchSpec":
-        """Sizes of a launch on sequences of `length` tokens."""
+        """Make the facts of a launch on sequences of `length` tokens."""
         return cls(
             tokens=config.micro_batch_size * length,
             dtype=resolve_dtype(Dtype(config.dtype), accelerator.device),
@@ -91,24 +91,25 @@ class MemoryEstimate(NamedTuple):
 class Objective(nn.Module):
     """Loss of K terms, with the facts that training needs.
 
-    Subclasses must define `forward`. `memory` estimates memory if a formula is known. `indexed` is
-    for losses that learn other rows, `begin` for losses that change with the step.
+    Subclasses must define `forward`. `estimate_memory` is for heads with a known formula,
+    `index_batch` for losses with other supervised rows, `start_step` for losses that change with
+    the step.
 
     Attributes:
         head: head that holds all trained parameters; has `save(folder, provenance)`.
-        target: the frozen target, or its ends beside a feature store.
+        target: the frozen target, or its embedding and output head beside a feature store.
         term_weights: [K] float32 weight of each term; evaluations always use these.
-        metric_names: names of the rows of `Sums.terms` after losses and tokens.
+        metric_names: names of the rows of `LossSums.terms` after losses and tokens.
         description: description of the head to print.
-        own_parameter_groups: groups of its parameters, if they are not all trained alike.
-        criterion: compares rows with the teacher's; compiled with the head. None without one.
+        own_parameter_groups: groups of the head's parameters, if they are not all trained alike.
+        criterion: comparison of rows with the teacher's; compiled with the head. None without one.
         first_depth: depth of the first term; 0 is the target, 1 the first draft token.
         resume_settings: settings by key that must not change when a run continues.
         loss_logits_per_token: logits per token whose loss is faster compiled on a CPU.
-        learns_prompts: whether training learns every token, prompts included.
+        learns_prompts: whether training supervises every token, prompts included.
         trains_target: whether `forward` runs the target itself, with gradients.
-        default_optimizer: value of `train.optimizer=auto`.
-        default_schedule: value of `train.schedule=auto`.
+        default_optimizer: optimizer for `train.optimizer=auto`.
+        default_schedule: schedule for `train.schedule=auto`.
         muon_rate, adam_rate_times_width: constants of the `auto` learning rates.
     """
 
@@ -138,21 +139,21 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate | None:
-        """Estimate the memory of training the head; None without a formula."""
+        """Estimate the memory of training the head on a launch; None without a formula."""
         del setting
         return None
 
     def index_batch(self, batch: Batch) -> Batch:
-        """Add documents, supervision and `COUNTS` to a batch on the CPU.
+        """Add documents, supervision and `DIVISORS` to a batch on the CPU.
 
-        `COUNTS` are the supervised tokens, unless the loss takes another mean.
+        The divisors are the numbers of supervised tokens, unless the loss takes another mean.
         """
         batch = add_supervision(batch, self.depth)
         counts = batch[SUPERVISION].depth_counts[self.first_depth :]
         return {**batch, DIVISORS: tuple(counts.tolist())}
 
     def start_step(self, step: int) -> Tensor:
-        """Begin an optimizer step, from 0; return the weights [K] float32 of its terms."""
+        """Start an optimizer step, from 0; return the weights [K] float32 of its terms."""
         del step
         return self.term_weights
 
@@ -160,31 +161,31 @@ class Objective(nn.Module):
 
     @property
     def depth(self) -> int:
-        """Draft tokens of a chain."""
+        """Return the number of draft tokens of a chain."""
         return self.first_depth + len(self.term_weights) - 1
 
     @final
     def list_parameter_groups(self) -> list[ParameterGroup]:
-        """Groups that hold each trained parameter once."""
+        """List the groups that hold each trained parameter once."""
         trained = [each for each in self.head.parameters() if each.requires_grad]
         return self.own_parameter_groups or [ParameterGroup(trained)]
 
     @final
     def compute_default_rates(self, optimizer: Optimizer) -> tuple[float, float]:
-        """`train.learning_rate` and `train.adam_learning_rate` for `auto`.
+        """Compute `train.learning_rate` and `train.adam_learning_rate` for `auto`.
 
         Muon turns a matrix by the same angle at any width. AdamW changes every number by its rate,
         so a sum over H numbers changes by H times that; the rate falls with H.
 
         Args:
-            optimizer: the one that updates hidden matrices.
+            optimizer: optimizer of hidden matrices.
         """
         adam = self.adam_rate_times_width / self.target.hidden_size
         return (self.muon_rate if optimizer is Optimizer.muon else adam), adam
 
     @final
     def distillation_temperature(self, temperature: float) -> float:
-        """Temperature of the teacher; evaluations use 1."""
+        """Choose the temperature of the teacher: the given one in training, 1 in evaluations."""
         return temperature if self.training else 1.0
 
     @final
@@ -197,14 +198,14 @@ class Objective(nn.Module):
 
     @final
     def index_training_batch(self, batch: Batch) -> Batch:
-        """Index a batch for training, which may learn more than answers."""
+        """Index a batch for training, which may supervise more than answers."""
         if self.learns_prompts:
             batch = {**batch, "loss_mask": batch["document_ids"] >= 0}
         return self.index_batch(batch)
 
     @final
     def compute_divisors(self, batch: Batch) -> Tensor:
-        """[K] float32 on the CPU: what an indexed batch adds to the divisor of each term."""
+        """Return what an indexed batch adds to the divisor of each term, [K] float32 on the CPU."""
         return torch.tensor(batch[DIVISORS])
 
     @final

@@ -1,4 +1,8 @@
-"""Shared part of the training commands: checks, data, plan, loop, last message."""
+"""Shared part of the training commands: checks, data, plan, loop, last message.
+
+`train_head` is a run from its settings to its last line. Settings that are `auto`, in epochs or in
+tokens become numbers here.
+"""
 
 import math
 import os
@@ -46,16 +50,18 @@ from train.parallel.strategies import get_strategy_name
 
 WARMUP_FRACTION = 0.04
 TRAINED_HEAD_RATE_FRACTION = 0.2
-"""Share of the usual learning rate for a head that was trained before. At the full rate an
+"""Fraction of the usual learning rate for a head that was trained before. At the full rate an
 EAGLE-3.1 head of 2.5 million tokens fell from tau 3.18 to 3.01 in 100 steps; at a fifth it rose to
 3.24."""
 MIN_COMPILED_LOGITS = 3e10
 """Logits from which compiling pays on a CPU: it costs about 20 s and saves 4 ns per logit of
 EAGLE's loss."""
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
-"""Function from the target (`EmbeddingsAndHead` beside a feature store) and the training data to
-the objective and the lines to print about it."""
+"""Function from the target (`EmbeddingsAndOutputHead` beside a feature store) and the training data
+to the objective and the lines to print about it."""
 Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
+"""Function from settings, source and objective to a function that gives further figures; None if
+there are none to give."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ class TrainingCommand:
     """`main` of a training command: trains to `out_dir/head`.
 
     Attributes:
-        head: kind of the head.
-        objective: makes the objective from a head, its target and the settings `head`.
+        head: class of the head.
+        objective: function from a head, its target and the settings `head` to the objective.
         command: command as its script declares it.
     """
 
@@ -79,7 +85,7 @@ class TrainingCommand:
     def build_objective(
         self, config: Any, target: EmbeddingsAndOutputHead, data: TrainingData
     ) -> tuple[Objective, list[str]]:
-        """Make the objective of a head, and lines about it."""
+        """Build the objective of a head, and lines about it."""
         head, lines = self.make_head(config, target, data)
         objective = self.objective(head, target, config.head)
         trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
@@ -142,7 +148,7 @@ class TrainingCommand:
     def build_default_objective(
         self, head: DraftHead, target: EmbeddingsAndOutputHead
     ) -> Objective:
-        """Make an objective with the settings of the head's recipe, for benchmarks."""
+        """Build an objective with the settings of the head's recipe, for benchmarks."""
         schema, name = type(self.command.schema().head), head.variant
         return self.objective(
             head, target, head_recipe(schema, name) if name in self.command.recipes else schema()
@@ -152,7 +158,7 @@ class TrainingCommand:
 def build_replay_evaluation(
     _config: TrainRun, source: TrainingSource, objective: Objective
 ) -> Evaluate | None:
-    """Replay tau on held-out prompts, if there are any."""
+    """Build a function that replays tau on held-out prompts; None without prompts."""
     assert source.make_replay is not None
     replay = source.make_replay(objective.depth, objective.head.taps)
     return replay if replay.prompts else None
@@ -163,8 +169,9 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
 
     Args:
         config: settings of the command.
-        build: function that makes the objective.
-        measure: function that makes further figures for evaluations.
+        build: function from target and data to the objective, see `Build`.
+        measure: function from settings, source and objective to further figures for evaluations,
+            see `Measure`.
     """
     out_dir = Path(config.out_dir)
     check_training(config)
@@ -249,13 +256,14 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
 def resolve_length(
     config: TrainConfig, num_sequences: int, length: int, num_processes: int
 ) -> TrainConfig:
-    """Put numbers for `batch_tokens`, `num_epochs` and an unset warm-up.
+    """Replace `batch_tokens`, `num_epochs` and an unset `warmup_steps` by sequences and steps.
 
     Args:
-        config: the run's; its `batch_size`, if that is what counts, divides among the processes.
+        config: settings `train` of the run; if `batch_tokens` is unset, the processes must be able
+            to share `batch_size` evenly (`processes.check_batch` has checked it).
         num_sequences: packed sequences to train on.
-        length: tokens of one.
-        num_processes: of the launch.
+        length: tokens of a packed sequence.
+        num_processes: number of processes of the launch.
 
     Raises:
         InputError: a warm-up longer than the run.
@@ -275,16 +283,16 @@ def resolve_length(
 def resolve_optimizer(
     config: TrainConfig, objective: Objective, deepspeed: bool, trained: bool = False
 ) -> tuple[TrainConfig, str]:
-    """Put an optimizer, rates and schedule for `auto`.
+    """Replace `auto` by an optimizer, learning rates and a schedule.
 
     Args:
-        config: the run's.
-        objective: knows what suits its head.
-        deepspeed: whether it lays out the parameters, flat, which Muon cannot read.
+        config: settings `train` of the run.
+        objective: objective with the defaults of its head.
+        deepspeed: whether DeepSpeed lays out the parameters, flat, which Muon cannot read.
         trained: whether the head was trained before.
 
     Returns:
-        The settings, rates as numbers; and a line for the user.
+        The settings, with numbers for rates; and a line for the user.
     """
     optimizer = config.optimizer
     if optimizer is Optimizer.auto:
@@ -333,7 +341,7 @@ def needs_compile(
 def estimate_and_check_memory(
     accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
 ) -> memory.BytesByPart | None:
-    """Estimate the memory of a run by part, if a formula is known; rank 0 prints it.
+    """Estimate the memory of a run by part, if a formula is known; rank 0 prints the estimate.
 
     Raises:
         InputError: the device has too little.
@@ -353,7 +361,7 @@ def estimate_and_check_memory(
 
 
 def make_rollouts(config: TrainRun, source: TrainingSource) -> Rollouts | None:
-    """Make rounds of the target's own answers, if asked for."""
+    """Make the rounds of the target's own answers, if asked for; None otherwise."""
     if config.rollout.steps is None:
         return None
     size, folder = config.train.batch_size, Path(config.out_dir) / "rollouts"
@@ -377,7 +385,7 @@ def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> N
 
 
 def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
-    """Length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
+    """Format the length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
     epochs = config.max_steps * config.batch_size / max(1, num_sequences)
     tokens = config.batch_size * length
     return (
@@ -404,7 +412,7 @@ def print_end(outcome: Outcome, out_dir: Path) -> None:
 
 
 def build_measure_settings(config: TrainRun, target: str) -> dict[str, Any]:
-    """The settings under which a measurement takes the trained head and its target."""
+    """Build the settings under which a measurement takes the trained head and its target."""
     out_dir = Path(config.out_dir)
     adapter = out_dir / "adapter"  # of train/medusa2.py
     adapter_setting = {"target.adapter": adapter} if adapter.is_dir() else {}

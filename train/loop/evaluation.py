@@ -1,4 +1,10 @@
-"""Held-out figures of a run, and further figures of a kind of head."""
+"""Evaluate a head during training: held-out losses by depth and position, and tau by replay.
+
+The target answers a few held-out prompts once, greedily. Each evaluation then costs one forward
+pass of the head per depth over these answers. It is an exact replay.
+
+Letters: K terms, L metrics, R ranges of positions, n answer tokens, S tokens of prompt and answer.
+"""
 
 import sys
 import traceback
@@ -40,7 +46,7 @@ MAX_PROMPT_TOKENS = 256
 MAX_REPLAY_TOKENS = 64
 TEXT_PROMPT_TOKENS = 32
 Evaluate = Callable[[Any], dict[str, float]]
-"""Function from a head in eval mode to figures."""
+"""Function from a head in eval mode to figures by name."""
 
 
 @torch.no_grad()
@@ -51,13 +57,13 @@ def evaluate_heldout(
     extra_evaluate: Evaluate | None,
     step: int,
 ) -> dict[str, float]:
-    """Evaluate on held-out data: loss and measures per depth, also by range of positions.
+    """Evaluate on held-out data: loss and metrics per depth, also by range of positions.
 
     Args:
-        placement: holds the head, and its averaged weights if kept.
-        objective: the objective that is trained.
+        placement: strategy that holds the head, and its averaged weights if kept.
+        objective: objective of the run.
         heldout: packed sequences.
-        extra_evaluate: further figures, measured on rank 0 only.
+        extra_evaluate: function of the head that gives further figures, called on rank 0 only.
         step: optimizer steps done.
 
     Returns:
@@ -104,7 +110,7 @@ def evaluate_heldout(
 def _add_sums(
     sums: Tensor, placement: ParallelStrategy, objective: Objective, heldout: Dataset
 ) -> None:
-    """Add this process's share of the held-out sums to `sums` [R, 2 + L, K], by position range."""
+    """Add this process's part of the held-out sums to `sums` [R, 2 + L, K], by position range."""
     config, accelerator = placement.config, placement.accelerator
     weights = objective.term_weights.to(accelerator.device)
     indices = list(range(min(len(heldout), config.num_eval_sequences)))
@@ -130,13 +136,13 @@ def _add_sums(
 def compute_metrics(
     prefix: str, sums: Tensor, weights: Tensor, objective: Objective
 ) -> dict[str, float]:
-    """Means by name: the loss, and the loss and measures of each depth.
+    """Compute means by name: the loss, and the loss and metrics of each depth.
 
     Args:
         prefix: prefix of the names.
-        sums: [2 + L, K] losses, supervised tokens and L measures.
+        sums: [2 + L, K] losses, supervised tokens and L metrics.
         weights: [K] weights of the losses.
-        objective: names the measures and the first depth.
+        objective: objective with the names of the metrics and the first depth.
     """
     means = sums / sums[1].clamp_min(1)
     named = {f"{prefix}/loss": float((weights.to(means) * means[0]).sum())}
@@ -152,7 +158,7 @@ class Replay(ABC):
     Args:
         prompts: token ids up to the start of the answer.
         depth: draft tokens of the chain.
-        taps: hidden states that the head reads.
+        taps: layers whose hidden states the head reads.
     """
 
     def __init__(self, prompts: list[list[int]], depth: int, taps: FeatureLayers) -> None:
@@ -163,7 +169,7 @@ class Replay(ABC):
     @property
     @abstractmethod
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Answer [n] to each prompt, and the target's hidden states of prompt and answer."""
+        """Return the answer [n] to each prompt, and the target's states of prompt and answer."""
 
     def __call__(self, head: Replayable) -> dict[str, float]:
         """Compute `tau` and `greedy_alpha_d1`.. of the chain."""
@@ -189,7 +195,7 @@ class HeldoutReplay(Replay):
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Answers and hidden states, from one decoding of each prompt."""
+        """Return answers and hidden states, from one decoding of each prompt."""
         return self.texts.answer_with_states(self.prompts, MAX_REPLAY_TOKENS, self.taps)
 
 
@@ -211,14 +217,14 @@ class StoredReplay(Replay):
 
     @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Stored answers and hidden states."""
+        """Return the stored answers and hidden states."""
         return [
             (row["input_ids"][row["loss_mask"]].tolist(), self._build_target_output(row))
             for row in self.rows
         ]
 
     def _build_target_output(self, row: dict[str, Tensor]) -> TargetOutput:
-        """Hidden states [1, S, D] of all tokens but the last. A last state not stored is empty."""
+        """Collect states [1, S - 1, D] of all tokens but the last; a state not stored is empty."""
         states = {
             name: tensor[None, :-1].to(self.target.device, self.target.dtype)
             for name, tensor in dequantize_batch(row).items()
@@ -234,7 +240,7 @@ def select_heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[lis
 
     Args:
         heldout: packed sequences.
-        num_prompts: largest number of prompts; those longer than 256 tokens are left out.
+        num_prompts: largest number of prompts; prompts of more than 256 tokens are skipped.
     """
     prompts = (prompt for index in range(len(heldout)) for prompt in iter_prompts(heldout[index]))
     short = (prompt for prompt in prompts if len(prompt) <= MAX_PROMPT_TOKENS)
@@ -242,9 +248,9 @@ def select_heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[lis
 
 
 def iter_prompts(row: Mapping[str, Tensor]) -> Iterator[list[int]]:
-    """Yield the tokens before the first learnt token of each document of a packed sequence.
+    """Yield the tokens before the first supervised token of each document of a packed sequence.
 
-    A plain text is learnt from its first token, so its first 32 tokens serve as prompt.
+    A plain text is supervised from its first token, so its first 32 tokens serve as prompt.
     """
     num_tokens = row["document_ids"].add(1).bincount()[1:].tolist()  # -1 is padding
     begin = 0

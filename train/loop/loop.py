@@ -1,7 +1,10 @@
 """The one training loop: batches, gradients, evaluation, checkpoints, resuming, stopping.
 
 An entry script brings an objective. The loop divides its sums by the number of supervised tokens of
-the whole optimizer step, counted over all processes and micro batches in advance.
+the whole optimizer step, counted over all processes and micro batches in advance. Sequences whose
+loss is not finite are skipped in all further steps.
+
+Letters: B sequences, T tokens of one, K terms of a loss, L metrics, M micro batches of a process.
 """
 
 import math
@@ -49,23 +52,23 @@ MIN_TESTED_SEQUENCES = 8
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training run.
+    """Everything that one training run needs.
 
     Attributes:
-        config: the loop's settings.
+        config: settings of the loop.
         log: settings of the tracker.
-        seed: orders sequences, and seeds whatever an objective draws.
-        out_dir: gets `checkpoints/`, `metrics.jsonl` and at the end `head/`.
+        seed: seed of the order of sequences, and of all draws of an objective.
+        out_dir: folder for `checkpoints/`, `metrics.jsonl` and at the end `head/`.
         objective: the loss to train.
         train: packed sequences, each a dict of [T] tensors.
         heldout: packed sequences to evaluate on.
-        provenance: written as `head/headsmith.json`.
-        fingerprint: the statement of the target and of the training data.
+        provenance: facts to write as `head/headsmith.json`.
+        fingerprint: fingerprint of the target and of the training data.
         has_trained_head: whether the head was trained before; then it is also evaluated before the
             first step.
         rollouts: the target's answers to learn instead of `train`.
         evaluate: function that adds figures at each evaluation, given the head in eval mode; on
-            rank 0 only. Their names get the prefix `eval/`.
+            rank 0 only. The names of its figures get the prefix `eval/`.
         num_prefetch_steps: number of optimizer steps to load in advance.
         has_served_states: whether engines give the hidden states.
     """
@@ -87,7 +90,10 @@ class TrainingJob:
 
     @property
     def resume_settings(self) -> dict[str, Any]:
-        """Settings by key that must not change when the run continues. A checkpoint keeps them."""
+        """Collect the settings by key that must not change when the run continues.
+
+        A checkpoint keeps these settings.
+        """
         return {
             checkpoint.KIND: type(self.objective.head).__name__,
             "seed": self.seed,
@@ -106,7 +112,13 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a run: `finished` is false if a signal stopped it at `step`."""
+    """End of a run.
+
+    Attributes:
+        finished: whether all steps were run; false if a signal stopped the run at `step`.
+        step: optimizer steps done.
+        evaluation: figures of the last evaluation.
+    """
 
     finished: bool
     step: int
@@ -119,8 +131,8 @@ def fit_head(accelerator: Accelerator, job: TrainingJob) -> Outcome:
     Effects: trains `job.objective.head` in place and writes into `job.out_dir`.
 
     Raises:
-        InputError: the checkpoint to resume does not fit, the disk is full, or the loss became
-            NaN or infinite.
+        InputError: the checkpoint to resume does not fit, the disk is full, or the loss became NaN
+            or infinite.
     """
     run = TrainingLoop(accelerator, job)
     processes.wait_for_processes()
@@ -150,7 +162,7 @@ class _StepResult(NamedTuple):
 
 
 class TrainingLoop:
-    """A run between optimizer steps, new or continued with `train.resume`.
+    """State of a run between optimizer steps, new or continued with `train.resume`.
 
     Raises:
         InputError: the checkpoint to resume does not fit.
@@ -230,7 +242,7 @@ class TrainingLoop:
             )
 
     def _open_round(self) -> Prefetcher:
-        """Load from this step on: the data, or the step's round of answers."""
+        """Open the loading from this step on: of the data, or of the step's round of answers."""
         objective, rollouts = self.job.objective, self.job.rollouts
         if rollouts is not None:
             objective.eval()
@@ -287,7 +299,7 @@ class TrainingLoop:
         return Outcome(True, self.step, self.evaluation)
 
     def _sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum of a tensor over all processes."""
+        """Sum a tensor over all processes."""
         return self.accelerator.reduce(value, reduction="sum")
 
     def optimizer_step(self) -> float:
@@ -312,7 +324,7 @@ class TrainingLoop:
         return float((self._term_weights * result.sums[0] / result.sums[1].clamp_min(1)).sum())
 
     def _compute_gradients(self, batches: list[Batch], prepared: Iterable[Batch]) -> _StepResult:
-        """Clip the gradients of a step and gather its figures from all processes.
+        """Compute and clip the gradients of a step; gather its figures from all processes.
 
         Args:
             batches: the micro batches of this process, on the CPU.
@@ -331,7 +343,7 @@ class TrainingLoop:
             return self._reduce_figures(sums, norm, num_tokens)
 
     def _draw_indices(self) -> list[int]:
-        """Indices of the sequences of this step, over all processes."""
+        """Draw the sequences of this step, over all processes."""
         return self.round.draw_global_batch(self.step, self.config.batch_size)
 
     def _load_micro_batches(self, step: int) -> list[Batch]:
@@ -355,7 +367,7 @@ class TrainingLoop:
     def _accumulate_gradients(
         self, prepared: Iterable[Batch], num_micro: int, scale: Tensor
     ) -> Tensor:
-        """Run forward and backward of each micro batch; return `Sums.terms` [M, 2 + L, K]."""
+        """Run forward and backward of each micro batch; return `LossSums.terms` [M, 2 + L, K]."""
         terms: list[Tensor] = []
         for batch in prepared:
             with self.placement.open_micro_batch(len(terms) == num_micro - 1):
@@ -367,12 +379,12 @@ class TrainingLoop:
         return torch.stack(terms)
 
     def _reduce_figures(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
-        """Bring the figures of all processes to the host. This is the step's only wait.
+        """Bring the figures of all processes to the host: the step's only wait.
 
         Args:
             sums: [M, 2 + L, K] sums of this process's micro batches.
             norm: [] norm of the gradients, the same on every process.
-            num_tokens: tokens in those micro batches.
+            num_tokens: tokens of this process's micro batches.
         """
         losses = torch.zeros(self.world, len(sums), dtype=torch.float64, device=self.device)
         losses[self.rank] = sums[:, 0].sum(1)
@@ -389,11 +401,13 @@ class TrainingLoop:
         )  # fmt: skip
 
     def _skip_non_finite(self, losses: list[float], is_reloaded: bool) -> None:
-        """Drop the gradients of a step, and leave out the sequences with non-finite losses.
+        """Discard the gradients of a step, and skip the sequences with non-finite losses.
 
         Args:
             losses: [processes * M] losses, some not finite.
-            is_reloaded: whether the step was loaded before these sequences were left out.
+            is_reloaded: whether this step's batches were loaded a second time, after sequences had
+                been skipped. The first time they come from the prefetcher, which may have read them
+                before an earlier skip.
 
         Raises:
             InputError: the head is at fault (see `SkippedSequences`), or too many sequences are
@@ -407,7 +421,7 @@ class TrainingLoop:
         self.placement.discard_gradients()
         new = self.skipped.filter_kept(suspects)
         if not new and not is_reloaded:
-            return  # loaded before they were left out
+            return  # loaded before they were skipped
         faulty = [index for index in new if self._is_loss_non_finite(index)] or new
         around = self.round.iter_other_batches(self.step, self.config.batch_size)
         if not faulty or self.skipped.has_diverged(
@@ -517,16 +531,16 @@ def _stop_signals(run: TrainingLoop) -> Iterator[None]:
 
 
 class SkippedSequences:
-    """Packed training sequences that are left out of all further steps.
+    """Packed training sequences that all further steps skip.
 
     A diverged head makes every loss non-finite, which is no fault of the sequences. To tell both
     cases apart, at least eight sequences are run: those of the step and, if too few, single
     sequences of neighbouring steps. If most are bad, the head is at fault; otherwise the bad
-    sequences of the step are left out.
+    sequences of the step are skipped.
 
     Args:
-        num_sequences: number of training sequences. At most 1% of them, or eight, may be left out.
-        known: indices of sequences that a checkpoint lists as left out.
+        num_sequences: number of training sequences. At most 1% of them, or eight, may be skipped.
+        known: indices of sequences that a checkpoint lists as skipped.
     """
 
     def __init__(self, num_sequences: int, known: Iterable[int] = ()) -> None:
@@ -534,7 +548,7 @@ class SkippedSequences:
         self.numbers = set(known)
 
     def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
-        """Leave out more sequences.
+        """Skip more sequences from now on.
 
         Args:
             numbers: indices of the sequences.
@@ -544,7 +558,7 @@ class SkippedSequences:
             A line to print.
 
         Raises:
-            InputError: too many sequences are left out.
+            InputError: too many sequences are skipped.
         """
         new = sorted(numbers)
         self.numbers |= {*new}
@@ -560,7 +574,7 @@ class SkippedSequences:
         )
 
     def filter_kept(self, numbers: Iterable[int]) -> list[int]:
-        """Filter out sequences that are left out, and repetitions."""
+        """Return the sequences that are not skipped, each once."""
         return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
 
     def has_diverged(
@@ -576,7 +590,7 @@ class SkippedSequences:
             bad: sequences of the step with non-finite losses.
             own: all sequences of the step.
             around: sequences of other steps, the likeliest good ones first.
-            is_bad: runs the head on a sequence; True if its loss is not finite.
+            is_bad: function that runs the head on a sequence; True if its loss is not finite.
         """
         own = self.filter_kept(own)
         tested = dict.fromkeys(own)
@@ -588,14 +602,14 @@ class SkippedSequences:
         return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
 
     def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
-        """Replace left-out sequences with padding.
+        """Replace skipped sequences of a batch with padding.
 
         Args:
             batch: [B, T, ...] tensors by name, on the CPU.
-            numbers: indices of its B sequences.
+            numbers: indices of the batch's B sequences.
 
         Returns:
-            The batch itself if nothing is left out, otherwise a copy.
+            The batch itself if nothing is skipped, otherwise a copy.
         """
         rows = [row for row, number in enumerate(numbers) if number in self.numbers]
         if not rows:

@@ -1,12 +1,13 @@
-"""Estimate of a run's memory per device, by part, from shapes alone.
+"""Estimate a run's memory per device, by part, from shapes alone.
 
 A run is fullest at one of two moments: in the last chunk of the loss, with everything kept for the
 backward pass; or in the backward pass, with gradients of activations and gathered weight gradients.
 The estimate assumes that all tokens are supervised. Optimizer steps need no further memory.
+Objectives add the tensors of their heads (`estimate_memory`) with the formulas of a loss below.
 
 Letters: N tokens of a micro batch, H hidden, I intermediate, V vocabulary, W draft vocabulary, J
-steps, K heads, S bytes of trained parameters, n processes, e bytes of a number in `train.dtype`, t
-bytes of a number of the target.
+steps, K heads, r rows of a piece, S bytes of trained parameters, n processes, e bytes of a number
+in `train.dtype`, t bytes of a number of the target.
 """
 
 from typing import Any
@@ -39,8 +40,8 @@ def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | 
     """Estimate bytes by part at the fullest moment; None without a formula for the head.
 
     Args:
-        objective: gives its head's sizes; tensors on the `meta` device suffice.
-        setting: sizes of the launch.
+        objective: objective with its head; tensors on the `meta` device suffice.
+        setting: facts of the launch.
     """
     head, target = objective.head, objective.target
     estimate = objective.estimate_memory(setting)
@@ -72,13 +73,13 @@ def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | 
 
 
 def _estimate_strategy_bytes(head: Any, setting: LaunchSpec) -> BytesByPart:
-    """Bytes of parameters, gradients and optimizer state.
+    """Estimate bytes of weights, gradients and optimizer state on one process.
 
-    DDP holds S of weights, S of gradients (views of its buckets) and the whole state. FSDP2 holds
-    1/n of each, and whole weights and gradients while in use. ZeRO adds a copy of its share of the
-    weights. From stage 2 on it shards gradients, which are whole until reduced; at stage 3 it
-    shards the weights. AdamW's state takes twice the parameters, Muon's once; an average takes once
-    more.
+    With S bytes of trained weights and n processes: DDP holds S of weights, S of gradients (views
+    of its buckets) and the whole state. FSDP2, ZeRO-1 and ZeRO-2 hold whole weights and gradients
+    during a step, S / n of own weights, and 1/n of the state; ZeRO-3 holds 2 S / n of own weights.
+    The state is 2 S for AdamW, S for Muon, and S more for an average. Frozen parameters of the head
+    are whole everywhere.
     """
     whole, keys = count_trained_bytes(head), state_keys(head, setting.train)
     state = FLOAT32_BYTES * sum(
@@ -95,7 +96,10 @@ def _estimate_strategy_bytes(head: Any, setting: LaunchSpec) -> BytesByPart:
 
 
 def count_target_bytes(target: EmbeddingsAndOutputHead) -> int:
-    """Bytes of the target's weights on the head's device; beside a feature store, of its ends."""
+    """Count the bytes of the target's weights on the head's device.
+
+    Beside a feature store, these are its embedding and output head.
+    """
     modules = (target.embedding, target.output_head)  # may share one weight
     weights: Any = {module.weight.data_ptr(): module.weight for module in modules}.values()
     if isinstance(target, Target):
@@ -105,7 +109,7 @@ def count_target_bytes(target: EmbeddingsAndOutputHead) -> int:
 
 
 def count_trained_bytes(head: Any) -> int:
-    """Bytes S of the trained parameters, in float32."""
+    """Count the bytes S of the trained parameters, in float32."""
     return FLOAT32_BYTES * sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
@@ -113,7 +117,7 @@ def check_memory_fits(parts: BytesByPart, total: int) -> None:
     """Refuse a run that cannot fit.
 
     Args:
-        parts: result of `estimate`.
+        parts: result of `estimate_memory`.
         total: bytes available to this process on its device.
 
     Raises:
@@ -124,14 +128,14 @@ def check_memory_fits(parts: BytesByPart, total: int) -> None:
 
 
 def get_available_bytes(device: torch.device) -> int | None:
-    """Bytes that this process has or can get on a CUDA device."""
+    """Return the bytes that this process has or can get on a CUDA device; None on others."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def format_memory(parts: BytesByPart, total: int | None) -> str:
-    """`memory on each device, estimated: target 16.1 GB, ... = 31.0 of 139.8 GB`."""
+    """Format an estimate in GB, by part, with its sum and the device's memory if known."""
     named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
     limit = "" if total is None else f" of {total / 1e9:.1f}"
     return (
@@ -140,7 +144,7 @@ def format_memory(parts: BytesByPart, total: int | None) -> str:
 
 
 def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
-    """Line with the estimate and the measured peak of a CUDA device."""
+    """Format the estimate and the measured peak of a CUDA device as a line."""
     measured = torch.cuda.max_memory_allocated(device)
     return (
         f"memory: {sum(parts.values()) / 1e9:.1f} GB estimated, {measured / 1e9:.1f} GB measured "
@@ -151,13 +155,13 @@ def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
 def estimate_loss_bytes(
     setting: LaunchSpec, rows: int, shape: tuple[int, int], num_pieces: int
 ) -> int:
-    """Bytes of a chunk: its logits, and either pieces or the factors of the backward product.
+    """Estimate the bytes of a chunk: its logits, and pieces or factors of the backward product.
 
     Args:
-        setting: sizes of the launch.
+        setting: facts of the launch.
         rows: rows of a student.
         shape: shape [W, H] of the projection.
-        num_pieces: pieces that live at a time; one more is added if logits are not float32.
+        num_pieces: `PIECES_OF_TEXT` or `PIECES_OF_TEACHER`; logits that are not float32 add one.
     """
     e, (width, hidden) = setting.dtype.itemsize, shape
     whole = get_chunk_limit(setting)
@@ -175,12 +179,12 @@ def estimate_loss_bytes(
 
 
 def estimate_teacher_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
-    """Bytes of the target's logits [rows, width] beside a student's, in the target's dtype."""
+    """Estimate the bytes of the target's logits [rows, width] beside a student's logits."""
     return min(rows * width * target.dtype.itemsize, get_chunk_limit(setting))
 
 
 def estimate_teacher_peak_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
-    """Bytes while a teacher's logits are made: all logits, the drafted ones, and pieces."""
+    """Estimate the bytes while a teacher's logits are computed: all, the drafted, and pieces."""
     whole = estimate_teacher_bytes(setting, rows, target, target.vocab_size)
     drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
     most = fused_linear.compute_piece_bytes(target.vocab_size, not setting.cuda)
@@ -188,7 +192,7 @@ def estimate_teacher_peak_bytes(setting: LaunchSpec, rows: int, target: Any, wid
 
 
 def estimate_copied_bytes(head: Any, setting: LaunchSpec) -> int:
-    """Bytes of copies of all matrices, if autocast's dtype is not float32."""
+    """Estimate the bytes of copies of all matrices, if autocast's dtype is not float32."""
     if setting.dtype is torch.float32:
         return 0
     sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
@@ -196,5 +200,5 @@ def estimate_copied_bytes(head: Any, setting: LaunchSpec) -> int:
 
 
 def get_chunk_limit(setting: LaunchSpec) -> int:
-    """Largest bytes of a chunk's logits."""
+    """Return the largest bytes of a chunk's logits in a launch."""
     return fused_linear.CHUNK_BYTES if setting.cuda else fused_linear.CPU_CHUNK_BYTES

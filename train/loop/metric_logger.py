@@ -1,4 +1,4 @@
-"""Metrics of a run, in `metrics.jsonl` and on request in tensorboard or wandb.
+"""Log the metrics of a run, to `metrics.jsonl` and on request to tensorboard or wandb.
 
 A tracker never stops a run: after its first failure, which is printed, the run goes on without it.
 The variable WANDB_MODE chooses whether wandb is online; its key stays in the environment.
@@ -29,7 +29,7 @@ class _Sink(Protocol):
 
 
 class MetricLogger:
-    """Metrics of a run, on rank 0 only."""
+    """Logger of a run's metrics, on rank 0 only."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MetricLogger:
             out_dir: folder of the run, which exists.
             config: tracker and names.
             run: resolved configuration to show in the tracker.
-            say: prints a tracker's failure.
+            say: function that prints a tracker's failure.
             is_resumed: whether wandb knows the run under an id.
         """
         if not is_resumed:
@@ -60,7 +60,7 @@ class MetricLogger:
             self._sink = self._guard_tracker(lambda: start(out_dir, config, run), START_TIMEOUT_S)
 
     def drop_later_lines(self, step: int) -> None:
-        """Drop the lines of later steps, which a resumed run writes again."""
+        """Drop the lines of steps after `step`, which a resumed run writes again."""
         if not self.path.exists():
             return
 
@@ -74,7 +74,7 @@ class MetricLogger:
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line and send it to the tracker.
+        """Write the metrics of a step as one line and send them to the tracker.
 
         Raises:
             InputError: `metrics.jsonl` cannot be written.

@@ -1,9 +1,11 @@
-"""Rounds of the target's own answers, which training reads instead of its data.
+"""Make rounds of the target's own answers, which training reads instead of its data.
 
 On-policy distillation (Draft-OPD, arXiv 2605.29343): the target answers the prompts of the data and
 the head learns along these answers. Verified text is the target's own, whichever head drafts, and
 draft tokens along a text depend on the text alone. A round therefore only stores text, and each
 step learns from the drafts of its current head.
+
+Letters: n texts, N tokens of all texts.
 """
 
 import json
@@ -66,7 +68,7 @@ class Round(NamedTuple):
     seed: int
 
     def draw_global_batch(self, step: int, batch_size: int) -> list[int]:
-        """Global batch of a step, as indices."""
+        """Draw the sequences of a step, as indices."""
         return data_loader.draw_global_batch(
             step - self.first, batch_size, len(self.data), self.seed
         )
@@ -82,7 +84,8 @@ class AnsweredPrompts(NamedTuple):
 
     Attributes:
         token_ids: [N] int64, prompts and answers concatenated.
-        lengths, prompts: [n] int64 tokens of each text, and of its prompt.
+        lengths: [n] int64, tokens of each text, its prompt included.
+        prompts: [n] int64, tokens of each text's prompt.
     """
 
     token_ids: Tensor
@@ -90,13 +93,13 @@ class AnsweredPrompts(NamedTuple):
     prompts: Tensor
 
     def iter_samples(self) -> Iterator[Sample]:
-        """Yield documents whose answers are learnt."""
+        """Yield documents whose answers are supervised."""
         texts = self.token_ids.split(self.lengths.tolist())
         for ids, prompt in zip(texts, self.prompts.tolist(), strict=True):
             yield Sample(ids.tolist(), [place >= prompt for place in range(len(ids))])
 
     def are_answers_to(self, prompts: Sequence[list[int]]) -> bool:
-        """Tell whether these are the prompts."""
+        """Tell whether the texts begin with these prompts, in order."""
         texts = self.token_ids.split(self.lengths.tolist())
         return [ids[:n].tolist() for ids, n in zip(texts, self.prompts, strict=True)] == prompts
 
@@ -107,14 +110,14 @@ class Rollouts:
 
     Attributes:
         config: settings with `steps`.
-        target: writes the answers.
-        data: gives prompts, and length and padding of sequences.
+        target: target that writes the answers.
+        data: packed sequences, for prompts, and for length and padding of sequences.
         batch_size: sequences per step.
         seed: seed of the run.
         folder: folder of the rounds, which a resumed run reads again.
-        server: writes the answers instead of the target.
-        served: data with hidden states of engines, which write the answers if no server does.
-        made_of: statement of the target.
+        server: server that writes the answers instead of the target.
+        served: sequences with hidden states of engines, which write the answers if no server does.
+        made_of: fingerprint of the target.
     """
 
     config: RolloutConfig
@@ -129,7 +132,7 @@ class Rollouts:
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """Generation config and stop texts, on which answers depend beside weights and settings."""
+        """Return generation config and stop texts, on which answers depend, too."""
         asked = sorted(self.target.logits_processing.items())
         return {"generation_config": to_json(asked), "stop": to_json(self.target.stop_strings)}
 
@@ -141,14 +144,14 @@ class Rollouts:
         return {**self.made_of, **self.generation_settings, **sampling, "seed": self.seed}
 
     def load_or_write_round(self, step: int, head: DraftHead) -> tuple[Round, dict[str, float]]:
-        """Read the round of a step, or make it on all processes.
+        """Load the round of a step, or write it on all processes.
 
         Args:
             step: optimizer step, from 0.
             head: head that drafts, in eval mode with whole parameters.
 
         Returns:
-            The round, and figures of the answers made now.
+            The round, and figures of the answers written now; no figures if the round was loaded.
         """
         assert self.config.steps is not None
         number = step // self.config.steps
@@ -173,7 +176,7 @@ class Rollouts:
 
     @staticmethod
     def format_round(figures: dict[str, float]) -> str:
-        """Line about new answers."""
+        """Format the figures of new answers as a line."""
         texts, tokens, rate = (figures[f"rollout/{n}"] for n in ("texts", "tokens", "tokens_per_s"))
         tau = figures.get("rollout/tau")
         drafted = "" if tau is None else f" at a tau of {tau:.2f}"
@@ -183,7 +186,7 @@ class Rollouts:
         )
 
     def _select_prompts(self, first: int, last: int) -> list[list[int]]:
-        """Prompts of these steps' sequences that leave room for an answer."""
+        """Select the prompts of steps `first` to `last` that leave room for an answer."""
         numbers: dict[int, None] = {}
         for step in range(first, last):
             batch = data_loader.draw_global_batch(step, self.batch_size, len(self.data), self.seed)
@@ -206,7 +209,7 @@ class Rollouts:
     def _load_written_answers(
         self, number: int, prompts: list[list[int]]
     ) -> AnsweredPrompts | None:
-        """Answers that a stopped run has written."""
+        """Load the answers to these prompts that a stopped run has written, if any."""
         file = self._get_round_folder(number) / TEXTS
         if not file.exists():
             return None
@@ -263,7 +266,7 @@ class Rollouts:
     def _generate_group(
         self, number: int, group: range, prompts: list[list[int]], head: DraftHead
     ) -> list[Generation]:
-        """Answers to the prompts of a group, in order."""
+        """Generate the answers to the prompts of a group, in order."""
         requests = [Request(prompts[index], hash_seed(self.seed, number, index)) for index in group]
         if self.server is not None or self.served is not None:
             return self._request_answers(requests)
@@ -277,7 +280,7 @@ class Rollouts:
         return decode_many(self.target, make, requests, *limits, sampling)
 
     def _request_answers(self, requests: list[Request]) -> list[Generation]:
-        """Answers of a server or of engines, without figures of their drafts."""
+        """Request answers of a server or of engines, without figures of their drafts."""
         source = "target.engine" if self.server is None else str(self.server)
         engine_settings = build_request_settings(self.target, source, self.config.temperature)
         seeds = [{"seed": each.seed} if self.config.temperature > 0 else {} for each in requests]

@@ -1,4 +1,11 @@
-"""Feature store to train from, with checks that settings and heads fit."""
+"""Sources to train from: a target with data, serving engines, or a feature store.
+
+A `TrainingSource` holds the target, packed sequences and a replay. If engines run the target's
+layers, `ServedSequences` ask them for the hidden states of each document. A feature store is
+checked against the settings and against the layers that the head reads.
+
+Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,25 +55,25 @@ from train.parallel import processes
 STEPS_AHEAD = 4
 """Largest number of optimizer steps whose sequences are requested together."""
 SHARE_OF_MEMORY = 0.25
-"""Share of the host's memory for their hidden states."""
+"""Fraction of the host's memory for the hidden states of these sequences."""
 NUM_LOOKED_AT = 64
-"""Sequences to search for the longest document."""
+"""Number of sequences to search for the longest document."""
 PADDING = -1
-"""Document id of tokens that are not learnt."""
+"""Document id of tokens that are not supervised."""
 MIN_NOTABLE_WAIT = 0.1
-"""Share of a run's time from which waiting matters."""
+"""Fraction of a run's time from which waiting matters."""
 
 
 @dataclass
 class ServedSequences:
-    """Packed sequences with the hidden states of their documents, named as in `with_states`.
+    """Packed sequences with the hidden states of their documents, named as in `add_target_states`.
 
-    Documents without states are not learnt, so that all processes stay in step.
+    Documents without states are not supervised, so that all processes stay in step.
 
     Attributes:
         rows: sequences without states.
-        pool: servers that give the states.
-        lost: counts left-out documents over all threads.
+        pool: servers of the states.
+        lost: counter of skipped documents over all threads.
     """
 
     rows: PackedDataset
@@ -109,18 +116,18 @@ class TrainingSource:
     """Target and data to train a head on.
 
     Attributes:
-        target: the whole target, or its ends beside a feature store.
+        target: the whole target, or its embedding and output head beside a feature store.
         identity: identity of the target.
         checksum: checksum of all training data.
         train: packed sequences, with or without the target's hidden states.
         heldout: packed sequences to evaluate on.
         report: counts of the prepared data.
         lines: lines to print about the data.
-        make_replay: makes a replay of tau on held-out prompts from a depth and the layers the head
-            reads.
-        server_settings: names the servers that give hidden states, if any.
+        make_replay: function from a depth and the layers that the head reads to a replay of tau on
+            held-out prompts.
+        server_settings: settings of the servers of hidden states, if any.
         prompts: held-out prompts for these servers to answer.
-        server_lines: lines about these servers.
+        server_lines: lines to print about these servers.
     """
 
     target: EmbeddingsAndOutputHead
@@ -137,7 +144,7 @@ class TrainingSource:
 
     @contextmanager
     def open_states(self, taps: FeatureLayers) -> Iterator["TrainingSource"]:
-        """Add the hidden states that a head reads, if servers give them.
+        """Open the servers of the hidden states that a head reads, if servers give them.
 
         Raises:
             InputError: a server does not give them.
@@ -163,14 +170,14 @@ class TrainingSource:
             )
 
     def count_prefetch_steps(self, num_tokens: int) -> int:
-        """Optimizer steps to load in advance, with `num_tokens` tokens per step and process."""
+        """Count the optimizer steps to load in advance, of `num_tokens` tokens on each process."""
         if not isinstance(self.train, ServedSequences):
             return 1
         return count_prefetch_steps(self.train.pool, num_tokens)
 
 
 def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
-    """Load the target, or its ends if engines run its layers, and prepare the data."""
+    """Load the target, without its layers if engines run them, and prepare the data."""
     fill_default_paths(config)
     target, target_lines = load_training_target(config, accelerator.device)
     train_data, heldout, report = prepare_datasets(
@@ -219,7 +226,7 @@ def load_training_target(
 def load_store_source(
     config: TrainRun, store: FeatureStore, device: torch.device
 ) -> TrainingSource:
-    """Take target and data from a feature store."""
+    """Load the target's embedding and output head, and the data, from a feature store."""
     target = load_embeddings_and_head(store, device)
     replay = partial(StoredReplay, target, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
@@ -264,7 +271,7 @@ def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> Embed
 
 
 def get_store_identity(plan: StorePlan) -> TargetIdentity:
-    """Identity of the target that a store was captured from."""
+    """Return the identity of the target that a store was captured from."""
     return TargetIdentity(
         **{field.name: plan.target[field.name] for field in fields(TargetIdentity)}
     )
@@ -274,7 +281,7 @@ def check_feature_layers(store: FeatureStore, taps: FeatureLayers) -> None:
     """Refuse a head that reads hidden states the store lacks.
 
     Raises:
-        InputError: naming them and how to capture them.
+        InputError: naming the missing states and how to capture them.
     """
     contents = store.manifest.plan.contents
     missing = sorted(set(taps.layers) - set(contents.layers))
@@ -328,13 +335,13 @@ def _check_unset(
 
 
 def find_longest_document(rows: PackedDataset) -> list[int]:
-    """Token ids of the longest document of the first sequences."""
+    """Find the longest document of the first sequences; return its token ids."""
     first = (rows[index] for index in range(min(len(rows), NUM_LOOKED_AT)))
     return max((document for row in first for document in split_documents(row)), key=len)
 
 
 def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
-    """Number of optimizer steps to request together, limited by the host's memory.
+    """Count the optimizer steps to request together, limited by the host's memory.
 
     Args:
         pool: servers; they give bfloat16 or float32.
@@ -348,10 +355,10 @@ def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
 
 
 class WaitTimer:
-    """Share of a run's time spent waiting, since the last look.
+    """Timer of the fraction of a run's time spent waiting for data.
 
     Attributes:
-        num_looks: looks at the share so far.
+        num_looks: number of fractions returned so far.
     """
 
     def __init__(self) -> None:
@@ -370,7 +377,7 @@ class WaitTimer:
         self._waited_s += watch.host_seconds()
 
     def pop_wait_fraction(self) -> float:
-        """Share since the last look."""
+        """Return the fraction since the last call, and restart."""
         fraction = self._waited_s / self._watch.host_seconds()
         self.num_looks += 1
         self.restart()
@@ -378,10 +385,10 @@ class WaitTimer:
 
 
 def format_server_balance(waiting: float) -> str:
-    """Line that tells whether servers of hidden states or their trainers wait.
+    """Format a line that tells whether servers of hidden states or their trainers wait.
 
     Args:
-        waiting: share of the trainers' time.
+        waiting: fraction of the trainers' time.
     """
     if waiting > MIN_NOTABLE_WAIT:
         return (

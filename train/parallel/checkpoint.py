@@ -1,4 +1,4 @@
-"""Checkpoints, written whole or not at all: `out_dir/checkpoints/step-000200/`.
+"""Write and read checkpoints, whole or not at all: `out_dir/checkpoints/step-000200/`.
 
 A folder is written under a temporary name, synced and renamed. `state.json` comes last and holds
 the size and CRC-32 of every other file, so damage is noticed. Tensors are safetensors, the rest is
@@ -7,6 +7,9 @@ JSON; nothing is unpickled.
 Tensors are whole and named after parameters, so a checkpoint fits any number of processes and any
 strategy. Learning rate, order of sequences and random draws follow from the step and are not
 stored.
+
+Settings that decide a run's result must not change when it continues. Every setting is compared
+except those listed here, so new settings are compared too.
 """
 
 import json
@@ -42,8 +45,8 @@ NOT_COMPARED = {
     "head": ("path", "revision"),
     "rollout": ("endpoint",),
 }
-"""Ignored fields by prefix. The checkpoint holds the head, wherever it came from; a target gives
-the same hidden states wherever it is served."""
+"""Fields that are not compared, by prefix. The checkpoint holds the head, wherever it came from; a
+target gives the same hidden states wherever it is served."""
 SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
 """Settings that may change if every step so far keeps its rate. A constant rate may start to decay
 at any step."""
@@ -60,7 +63,7 @@ class Progress:
         step: optimizer steps done.
         tokens: tokens read, padding not counted.
         run: settings by key that must not change when the run continues.
-        skipped: indices of left-out sequences.
+        skipped: indices of skipped sequences.
     """
 
     step: int
@@ -87,14 +90,14 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint and remove all but the newest `keep`.
 
-    Also removes checkpoints of later steps. They belong to a run that was given up when this one
-    resumed from an earlier step, and `latest` must not return them.
+    Checkpoints of later steps are removed, too. They belong to a run that was given up when this
+    one resumed from an earlier step, and `find_latest_checkpoint` must not return them.
 
     Args:
         folder: `out_dir/checkpoints`.
         tensors: tensors of the head and its optimizers.
         progress: progress of the run.
-        keep: checkpoints to keep, this one included.
+        keep: number of checkpoints to keep, this one included.
 
     Returns:
         The checkpoint's folder.
@@ -130,7 +133,7 @@ def find_latest_checkpoint(folder: Path, say: Say) -> Path | None:
 
     Args:
         folder: `out_dir/checkpoints`.
-        say: prints the checkpoints that are passed over.
+        say: function that prints which damaged checkpoints are passed over.
 
     Raises:
         InputError: all checkpoints are damaged.
@@ -164,10 +167,13 @@ def describe_damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path) -> tuple[Progress, CheckpointTensors]:
-    """Read a checkpoint, with tensors mapped from the disk.
+    """Load a checkpoint, with tensors mapped from the disk.
 
     Args:
-        path: the checkpoint's folder.
+        path: folder of the checkpoint.
+
+    Returns:
+        The progress of the run, and the tensors of head and optimizers.
 
     Raises:
         InputError: the checkpoint is damaged or has another format.
@@ -191,7 +197,7 @@ def check_checkpoint_fits(
     Args:
         path: folder of the checkpoint.
         tensors: tensors of the checkpoint.
-        head: with whole parameters.
+        head: head with whole parameters.
         state_keys: names of the optimizer states of each parameter, by the parameter's name.
 
     Raises:
@@ -218,17 +224,17 @@ def check_checkpoint_fits(
 def check_resume_settings(
     path: Path, then: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, step: int
 ) -> list[str]:
-    """Compare a run with the checkpoint that it continues from.
+    """Compare the settings of a run with those of the checkpoint from which it continues.
 
     Args:
-        path: the checkpoint.
+        path: folder of the checkpoint.
         then: settings of the checkpoint's run, by key.
         now: settings of this run, by key.
-        config: training settings of this run.
+        config: settings `train` of this run.
         step: optimizer steps done.
 
     Returns:
-        Keys that the checkpoint's earlier version did not record.
+        Keys that the checkpoint does not record, as an earlier version wrote it.
 
     Raises:
         InputError: naming each key that differs.
@@ -260,14 +266,17 @@ def check_resume_settings(
 
 
 def collect_resume_settings(prefix: str, config: Any) -> dict[str, Any]:
-    """Compared fields of a dataclass by configuration key, as JSON values."""
+    """Collect the compared fields of a settings dataclass, by configuration key, as JSON values."""
     ignored = NOT_COMPARED.get(prefix, ())
     names = [field.name for field in fields(config) if field.name not in ignored]
     return {f"{prefix}.{name}": to_json(getattr(config, name)) for name in names}
 
 
 def compute_token_checksum(sequence: Mapping[str, Tensor]) -> int:
-    """CRC-32 of a sequence's tokens. Hidden states are left out, as their format may change."""
+    """Compute the CRC-32 of a sequence's tokens.
+
+    Hidden states do not count, as their format may change.
+    """
     names = [name for name in TOKENS if name in sequence]
     return sum(zlib.crc32(sequence[name].numpy().tobytes()) for name in names)
 

@@ -1,4 +1,4 @@
-"""Optimizers of a head: AdamW, or Muon for its hidden matrices and AdamW for the rest.
+"""Optimizers of a head and their learning rate: AdamW, or Muon for hidden matrices beside AdamW.
 
 Muon moves a matrix equally in all directions, so rare patterns are learnt as fast as common ones.
 AdamW updates output heads and embeddings, where each row is an id and most ids are rare.
@@ -32,8 +32,8 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
         config: optimizer settings, with numbers for rates.
 
     Returns:
-        The optimizers. `rate` of a group is a share of `train.learning_rate`; set `lr` before each
-        step.
+        The optimizers. `rate` of a group is a fraction of `train.learning_rate`; set `lr` before
+        each step.
     """
     hidden = {id(matrix) for matrix in _find_hidden_matrices(objective.head, config).values()}
     muon_on = config.optimizer is Optimizer.muon
@@ -61,7 +61,7 @@ def make_optimizers(objective: Objective, config: TrainConfig) -> list[torch.opt
 class Muon(torch.optim.Optimizer):
     """Muon optimizer: moves a matrix by its momentum with singular values made about equal.
 
-    Parameters are matrices, whole or sharded. The state of each is `momentum_buffer`.
+    Parameters are matrices, whole or sharded. The state of each matrix is `momentum_buffer`.
 
     Args:
         groups: parameter groups as in torch. A matrix [R, C] moves by about lr * sqrt(max(1, R /
@@ -98,7 +98,10 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-group["lr"] * stretch)
 
     def _orthogonalise_update(self, update: Tensor) -> Tensor:
-        """[R, C] `orthogonalized`. Shards are gathered once; each process keeps its shard."""
+        """Orthogonalise an update [R, C], see `orthogonalise_matrix`.
+
+        Shards are gathered once; each process keeps its shard.
+        """
         if not isinstance(update, DTensor):
             return orthogonalise_matrix(update.to(self.dtype))
         whole = orthogonalise_matrix(update.full_tensor().to(self.dtype))
@@ -129,11 +132,11 @@ STATE_KEYS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 
 
 def state_keys(head: Any, config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """Names of the optimizer states of each trained parameter, by the parameter's name.
+    """Name the optimizer states of each trained parameter, by the parameter's name.
 
     Args:
         head: head whose parameters may be sharded.
-        config: settings with a number for `optimizer` and `average_decay`.
+        config: settings with a choice of `optimizer` and `average_decay`.
     """
     hidden = _find_hidden_matrices(head, config)
     average = () if config.average_decay is None else (AVERAGE,)
@@ -166,7 +169,7 @@ def make_initial_state(
 
 
 def _find_hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parameter]:
-    """Trained matrices that Muon updates, by name; empty without Muon."""
+    """Find the trained matrices that Muon updates, by name; empty without Muon."""
     if config.optimizer is not Optimizer.muon:
         return {}
     excluded = {id(matrix) for matrix in (*head.find_output_heads(), *head.find_embeddings())}
@@ -178,12 +181,12 @@ def _find_hidden_matrices(head: Any, config: TrainConfig) -> dict[str, nn.Parame
 
 
 def compute_learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of optimizer step `step`, from 0, once `auto` is settled."""
+    """Compute the learning rate of optimizer step `step`, from 0, once `auto` is settled."""
     return float(config.learning_rate) * compute_rate_fraction(config, step)
 
 
 def compute_rate_fraction(config: TrainConfig, step: int) -> float:
-    """Share of `learning_rate` that optimizer step `step` (from 0) uses.
+    """Compute the fraction of `learning_rate` that optimizer step `step` (from 0) uses.
 
     Linear warm-up that starts above 0, so no step is wasted; then cosine to 0, constant, or
     constant with a linear decay to 0 over the last `decay_fraction` of the steps (wsd).
@@ -201,7 +204,7 @@ def compute_rate_fraction(config: TrainConfig, step: int) -> float:
 
 
 def compute_late_warmup(config: TrainConfig, step: int, first_step: int) -> float:
-    """Share of `rate` for parameters that a later step trains first.
+    """Compute the fraction of the rate for parameters that a later step trains first.
 
     AdamW's first steps have full length even for tiny gradients, so parameters that join later get
     a warm-up too.

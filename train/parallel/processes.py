@@ -1,4 +1,4 @@
-"""Processes of a launch: one, DDP, FSDP2 or DeepSpeed. They join, wait for each other and end."""
+"""Join, synchronise and end the processes of a launch: one, DDP, FSDP2 or DeepSpeed."""
 
 import os
 import warnings
@@ -43,7 +43,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
     try:
         accelerator = Accelerator(
             cpu=not cuda and not deepspeed,
-            mixed_precision="no",  # `placement` autocasts under every strategy
+            mixed_precision="no",  # `make_strategy` autocasts under every strategy
             kwargs_handlers=handlers,
         )
     except ValueError as error:
@@ -99,7 +99,7 @@ def end_processes(accelerator: Accelerator) -> None:
 
 
 def uses_fsdp() -> bool:
-    """Tell whether the launch asked for FSDP. On CPU the accelerator does not know."""
+    """Tell whether the launch asked for FSDP. On a CPU the accelerator does not know."""
     return _is_set("ACCELERATE_USE_FSDP")
 
 
@@ -107,7 +107,7 @@ def check_not_sharded(script: str) -> None:
     """Refuse strategies that shard parameters or optimizer state.
 
     Args:
-        script: script that is run.
+        script: path of the script to name in the message.
 
     Raises:
         InputError: the launch asks for such a strategy.

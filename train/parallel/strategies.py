@@ -1,4 +1,4 @@
-"""Layouts of a head's parameters, gradients and optimizer state over the processes.
+"""Strategies to lay out a head's parameters, gradients and optimizer state over the processes.
 
 One class per strategy, with one interface: the same optimizer step, and whole tensors in and out. A
 checkpoint therefore does not depend on the strategy that wrote it.
@@ -39,7 +39,7 @@ def make_strategy(
     """Distribute the head of an objective over the processes and make its optimizers.
 
     Args:
-        accelerator: result of `processes.start`.
+        accelerator: result of `processes.start_accelerator`.
         objective: an `Objective` whose parameters all belong to its `head`, float32, the same on
             every process. Its forward pass gets the autocast of `train.dtype`.
         config: optimizer settings.
@@ -52,7 +52,7 @@ def make_strategy(
 
 
 def get_strategy_name(accelerator: Accelerator) -> str:
-    """Name of the strategy of `place`: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
+    """Name the strategy of `make_strategy`: `DDP` (also one process), `FSDP2`, `ZeRO-1`, ..."""
     strategy = _choose_strategy(accelerator)
     if strategy is ZeroStrategy:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
@@ -66,17 +66,17 @@ def _choose_strategy(accelerator: Accelerator) -> "type[ParallelStrategy]":
 
 
 class ParallelStrategy:
-    """Everything on every process: a single process, or DDP.
+    """Strategy with everything on every process: a single process, or DDP.
 
     Attributes:
         name: name of the strategy.
         objective: objective to call on micro batches in training.
-        head: plain module; its parameters are whole only inside `gathered`.
+        head: plain module; its parameters are whole only inside `open_whole_weights`.
         trained: trainable parameters of the head by name, as distributed here.
     """
 
     can_discard = True
-    """Whether gradients can be dropped between `clip` and `step`."""
+    """Whether gradients can be dropped between `clip_gradients` and `step_optimizers`."""
 
     def __init__(self, accelerator: Accelerator, objective: Any, config: TrainConfig) -> None:
         self.accelerator, self.config = accelerator, config
@@ -109,7 +109,7 @@ class ParallelStrategy:
         return ((optim, group) for optim in self.optimizers for group in optim.param_groups)
 
     def _list_stepped_tensors(self) -> Iterable[tuple[torch.optim.Optimizer, Tensor, int]]:
-        """Tensors with optimizer state, and the first step that trains each."""
+        """List optimizer, tensor and first step of each tensor that has optimizer state."""
         return [
             (o, tensor, g["first_step"])
             for o, g in self._iter_parameter_groups()
@@ -118,7 +118,7 @@ class ParallelStrategy:
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context of forward and backward; only the `last` micro batch reduces gradients."""
+        """Open a context of forward and backward; the `last` micro batch reduces gradients."""
         if last:
             yield
         else:
@@ -133,8 +133,8 @@ class ParallelStrategy:
         """Clip the gradients of optimizer step `number`, from 0.
 
         Returns:
-            [] norm before clipping, on the device, the same on every process; 0 if only `step`
-            knows it.
+            [] norm before clipping, on the device, the same on every process; 0 if only
+            `step_optimizers` knows it.
         """
         for _, group in self._iter_parameter_groups():
             if number < group["first_step"]:
@@ -150,11 +150,11 @@ class ParallelStrategy:
         """Apply clipped gradients and clear them.
 
         Args:
-            learning_rate: rate of a group with share 1.
+            learning_rate: rate of a group with fraction 1.
             number: optimizer step, from 0.
 
         Returns:
-            0, or the norm if `clip` could not tell it.
+            0, or the norm if `clip_gradients` could not tell it.
         """
         for _, group in self._iter_parameter_groups():
             warmth = compute_late_warmup(self.config, number, group["first_step"])
@@ -182,12 +182,12 @@ class ParallelStrategy:
 
     @contextmanager
     def open_whole_weights(self) -> Iterator[None]:
-        """Context, on all processes at once, in which the head has whole plain parameters."""
+        """Open a context, on all processes at once, in which the head has whole parameters."""
         yield
 
     @contextmanager
     def open_averaged_weights(self) -> Iterator[None]:
-        """Context like `gathered`, with averaged weights if they are kept."""
+        """Open a context like `open_whole_weights`, with averaged weights if they are kept."""
         if self.config.average_decay is None:
             with self.open_whole_weights():
                 yield
@@ -225,7 +225,7 @@ class ParallelStrategy:
 
         Args:
             step: optimizer steps done.
-            state: optimizer state of a checkpoint's `Tensors`, on every process.
+            state: `CheckpointTensors.state` of a checkpoint, on every process.
         """
         for optimizer, tensor, first_step in self._list_stepped_tensors():
             if "step" in optimizer.state[tensor]:
@@ -240,7 +240,7 @@ class ParallelStrategy:
                 yield name, self.trained[name], key
 
     def _get_optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """State that an optimizer holds for a parameter."""
+        """Return the state that an optimizer holds for a parameter."""
         (state,) = (o.state[parameter] for o in self.optimizers if parameter in o.state)
         return state
 
@@ -254,7 +254,8 @@ class ParallelStrategy:
 class Fsdp2Strategy(ParallelStrategy):
     """FSDP2: parameters, gradients and optimizer state in shards; weights whole while used.
 
-    Uses torch directly, as accelerate applies FSDP2 on CUDA only and silently falls back to DDP.
+    This class uses torch directly, as accelerate applies FSDP2 on CUDA only and silently falls back
+    to DDP.
     """
 
     def _lay_out(self, objective: Any) -> tuple[Any, list[torch.optim.Optimizer]]:
@@ -265,7 +266,7 @@ class Fsdp2Strategy(ParallelStrategy):
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context of forward and backward; only the `last` micro batch reduces gradients."""
+        """Open a context of forward and backward; the `last` micro batch reduces gradients."""
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_reshard_after_backward(last)
         # FSDP2's own forward would keep its gather buffer beside the weights.
@@ -274,7 +275,7 @@ class Fsdp2Strategy(ParallelStrategy):
 
     @contextmanager
     def open_whole_weights(self) -> Iterator[None]:
-        """Context, on all processes at once, in which the head has whole plain parameters."""
+        """Open a context, on all processes at once, in which the head has whole parameters."""
         self.objective.unshard()
         try:
             yield
@@ -319,7 +320,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
-        """Context of forward and backward; only the `last` micro batch reduces gradients."""
+        """Open a context of forward and backward; the `last` micro batch reduces gradients."""
         if self._weights_in_shards:
             # Whole until the step, which shards them again.
             weights: list[Any] = list(self.head.parameters())
@@ -343,7 +344,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @contextmanager
     def open_whole_weights(self) -> Iterator[None]:
-        """Context, on all processes at once, in which the head has whole plain parameters."""
+        """Open a context, on all processes at once, in which the head has whole parameters."""
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters(list(self.head.parameters()), enabled=self._weights_in_shards):
