@@ -12,17 +12,14 @@ Letters: A blocks (anchors), D draft tokens of a block, M supervised rows of all
 the teacher, H hidden, W draft vocabulary, L metrics.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial, reduce
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from conf.settings.blocks import BlockConfig, SlotWeights
-from data.features.store_format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.blocks.block_head import BlockHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
@@ -54,16 +51,16 @@ from train.loss.fused_linear import (
     scale_off_path_rows,
     sum_steps,
 )
-from train.loss.teachers import HiddenTeacher, TextTeacher, TopKTeacher
+from train.loss.teachers import TextTeacher, build_target_teacher
 from train.objective import DIVISORS, DRAFT_METRICS, LaunchSpec, MemoryEstimate, Objective
-from train.parallel.checkpoint import collect_resume_settings
+from train.parallel.checkpoint import collect_resume_settings, collect_vocab_checksum
 
 CONTEXT_STARTS, CONTEXT_ENDS = "first_tokens", "block_places"
 """Keys of a batch: first token that each block sees, and the token after the last one."""
 
 
 class BlockObjective(Objective):
-    """Loss of the drawn blocks. Subclasses define `build_student`."""
+    """Loss of the drawn blocks; slots draft independently unless a subclass says otherwise."""
 
     metric_names = DRAFT_METRICS
 
@@ -76,9 +73,7 @@ class BlockObjective(Objective):
         self.term_weights = compute_slot_weights(config, head.config.num_draft_tokens)
         self.criterion = BlockCriterion(config, head.vocab)
         self.resume_settings = collect_resume_settings("head", config)
-        if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
-            ids = head.vocab.ids.cpu().numpy().tobytes()
-            self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
+        self.resume_settings |= collect_vocab_checksum(head.vocab)
         shape = head.config
         self.description = (
             f"{head.method}, {shape.llama.num_hidden_layers} layers over hidden states "
@@ -155,13 +150,23 @@ class BlockObjective(Objective):
             slots = self.build_student(outputs, batch, scale[batch[STEP_TARGETS].row_steps])
             weight = self.config.off_path_weight if self.training else 1.0
             compute_extra = partial(self.compute_extra_loss, outputs, batch)
-            return compute_block_loss(
-                self.criterion, slots, batch, self._build_teacher(batch), weight, compute_extra
-            )
+            temperature = self.distillation_temperature(self.config.teacher_temperature)
+            teacher = build_target_teacher(self.target, self.head.vocab, batch, temperature)
+            return compute_block_loss(self.criterion, slots, batch, teacher, weight, compute_extra)
 
-    @abstractmethod
     def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Build students [M] of the supervised rows, from outputs [A, D, H] with scales [M]."""
+        """Build students [M] of the supervised rows, through the output head alone.
+
+        Args:
+            outputs: [A, D, H] outputs of the blocks.
+            batch: indexed batch.
+            scales: [M] float32 weights of the supervised rows.
+        """
+        step_targets: StepTargets = batch[STEP_TARGETS]
+        rows = self.select_supervised_rows(outputs, step_targets)
+        return Student(
+            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales
+        )
 
     def compute_extra_loss(
         self, outputs: Tensor, batch: Batch, row_values: Tensor
@@ -195,17 +200,6 @@ class BlockObjective(Objective):
         host, depth = (first.host, end.host), head.config.num_draft_tokens
         block_range = head.make_block_range(first.device, end.device, depth, host)
         return head.draft(ids.roll(-1)[anchors], positions[anchors] + 1, text, block_range)
-
-    def _build_teacher(self, batch: Batch) -> Teacher:
-        """Build the target's distributions, from its hidden states or from stored top-k ids."""
-        vocab, indices = self.head.vocab, batch[SUPERVISION].token_indices
-        temperature = self.distillation_temperature(self.config.teacher_temperature)
-        if TEACHER_IDS in batch:
-            names = (TEACHER_IDS, TEACHER_LOG_PROBS)
-            ids, log_probs = (batch[name].flatten(0, 1)[indices] for name in names)
-            return TopKTeacher(vocab, ids, log_probs, temperature)
-        states = batch[HIDDEN_STATES].flatten(0, 1)[indices]
-        return HiddenTeacher(self.target, vocab, states, temperature)
 
 
 def draw_anchors(

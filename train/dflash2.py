@@ -22,7 +22,6 @@ from heads.blocks.dflash2 import DFlash2Head
 from train.batch.batch import STEP_TARGETS, Batch, StepTargets, gather_labels
 from train.block_objective import BlockObjective
 from train.loop import command
-from train.loss.fused_linear import Student
 
 ROWS_PER_CHUNK = 1024
 
@@ -32,14 +31,6 @@ class DFlash2Objective(BlockObjective):
 
     head: DFlash2Head
     config: DFlash2Config
-
-    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Build students of the supervised slots, through the output head alone."""
-        step_targets: StepTargets = batch[STEP_TARGETS]
-        rows = self.select_supervised_rows(outputs, step_targets)
-        return Student(
-            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales
-        )
 
     def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
         """Estimate the bytes that the convolutions and the selector keep.

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,7 +29,7 @@ from torch.profiler import record_function
 
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, StepNormalizer, TokenNormalizer, UnrolledConfig
-from data.features.store_format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
+from data.features.store_format import HIDDEN_STATES
 from heads.eagle.eagle import EagleHead
 from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -62,9 +61,9 @@ from train.loss.fused_linear import (
     compute_fused_loss,
     sum_steps,
 )
-from train.loss.teachers import HiddenTeacher, TextTeacher, TopKTeacher
+from train.loss.teachers import TextTeacher, build_target_teacher
 from train.objective import DIVISORS, DRAFT_METRICS, LaunchSpec, MemoryEstimate, Objective
-from train.parallel.checkpoint import collect_resume_settings
+from train.parallel.checkpoint import collect_resume_settings, collect_vocab_checksum
 
 
 class EagleObjective(Objective):
@@ -89,9 +88,7 @@ class EagleObjective(Objective):
         self.criterion = EagleCriterion(config, head.vocab)
         self.loss_logits_per_token = len(self.term_weights) * len(head.vocab.ids)
         self.resume_settings = collect_resume_settings("head", config)
-        if not head.vocab.ids.is_meta:  # on `meta`, only memory is estimated
-            ids = head.vocab.ids.cpu().numpy().tobytes()
-            self.resume_settings["checksum of the draft vocabulary"] = crc32(ids)
+        self.resume_settings |= collect_vocab_checksum(head.vocab)
         if config.path is not None:
             self._prepare_saved_head()
         self.description = self._describe_head()
@@ -182,7 +179,8 @@ class EagleObjective(Objective):
             step_targets.matched_rows.teacher_rows,
             scales,
         )
-        return student, self._build_teacher(batch)
+        temperature = self.distillation_temperature(self.config.teacher_temperature)
+        return student, build_target_teacher(self.target, self.head.vocab, batch, temperature)
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """Yield the outputs [N, H] of each step at the anchors, all sequences flattened."""
@@ -197,17 +195,6 @@ class EagleObjective(Objective):
         branches = BranchCache(text.keys[None], text.values[None], causal_range)
         config = self.config
         return head.unroll(text, ids, anchors, branches, config.detach_features, config.own_tokens)
-
-    def _build_teacher(self, batch: Batch) -> Teacher:
-        """Build the target's distributions, from its hidden states or from stored top-k ids."""
-        vocab, indices = self.head.vocab, batch[SUPERVISION].token_indices
-        temperature = self.distillation_temperature(self.config.teacher_temperature)
-        if TEACHER_IDS in batch:
-            names = (TEACHER_IDS, TEACHER_LOG_PROBS)
-            ids, log_probs = (batch[name].flatten(0, 1)[indices] for name in names)
-            return TopKTeacher(vocab, ids, log_probs, temperature)
-        states = batch[HIDDEN_STATES].flatten(0, 1)[indices]
-        return HiddenTeacher(self.target, vocab, states, temperature)
 
     def _add_noise(self, features: Tensor, batch: Batch) -> Tensor:
         """Add U(-noise / 2, noise / 2) * 512 / T in training, with T the document's length.

@@ -584,7 +584,7 @@ class SkippedSequences:
         around: Iterable[list[int]],
         is_bad: Callable[[int], bool],
     ) -> bool:
-        """Tell a diverged head from bad sequences.
+        """Tell whether the head has diverged, rather than single sequences being bad.
 
         Args:
             bad: sequences of the step with non-finite losses.

@@ -132,7 +132,7 @@ class Rollouts:
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """Return generation config and stop texts, on which answers depend, too."""
+        """Return the generation config and the stop texts, on which answers depend, too."""
         asked = sorted(self.target.logits_processing.items())
         return {"generation_config": to_json(asked), "stop": to_json(self.target.stop_strings)}
 

@@ -14,12 +14,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from data.features.store_format import HIDDEN_STATES, TEACHER_IDS, TEACHER_LOG_PROBS
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
+from train.batch.batch import SUPERVISION, Batch
 from train.loss.divergences import Distribution, DistributionPair, Softmax, dot_rows, p_log_p
 from train.loss.fused_linear import Teacher, count_piece_rows, split_evenly
 
 MIN_MASS = 1e-6
+
+
+def build_target_teacher(
+    target: EmbeddingsAndOutputHead, vocab: DraftVocab, batch: Batch, temperature: float
+) -> Teacher:
+    """Build the teacher of the target's distributions, P rows.
+
+    Args:
+        target: the target.
+        vocab: the draft vocabulary.
+        batch: indexed batch with the target's last hidden states, or with stored top-k ids.
+        temperature: divisor of the logits.
+    """
+    indices = batch[SUPERVISION].token_indices
+    if TEACHER_IDS in batch:
+        names = (TEACHER_IDS, TEACHER_LOG_PROBS)
+        ids, log_probs = (batch[name].flatten(0, 1)[indices] for name in names)
+        return TopKTeacher(vocab, ids, log_probs, temperature)
+    states = batch[HIDDEN_STATES].flatten(0, 1)[indices]
+    return HiddenTeacher(target, vocab, states, temperature)
 
 
 @dataclass(frozen=True)

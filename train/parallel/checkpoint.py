@@ -28,6 +28,7 @@ from conf.command.run_record import find_changed_keys, format_changes, to_json
 from conf.errors import InputError
 from conf.settings.training import Schedule, TrainConfig
 from heads.folders import write_folder
+from heads.vocab import DraftVocab
 from train.parallel.optimizers import compute_rate_fraction
 
 _FORMAT = 2
@@ -270,6 +271,16 @@ def collect_resume_settings(prefix: str, config: Any) -> dict[str, Any]:
     ignored = NOT_COMPARED.get(prefix, ())
     names = [field.name for field in fields(config) if field.name not in ignored]
     return {f"{prefix}.{name}": to_json(getattr(config, name)) for name in names}
+
+
+def collect_vocab_checksum(vocab: DraftVocab) -> dict[str, int]:
+    """Collect the CRC-32 of a draft vocabulary's ids, by key; nothing on `meta`.
+
+    On `meta`, only memory is estimated.
+    """
+    if vocab.ids.is_meta:
+        return {}
+    return {"checksum of the draft vocabulary": zlib.crc32(vocab.ids.cpu().numpy().tobytes())}
 
 
 def compute_token_checksum(sequence: Mapping[str, Tensor]) -> int:

@@ -118,7 +118,7 @@ class ParallelStrategy:
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
-        """Open a context of forward and backward; the `last` micro batch reduces gradients."""
+        """Open a context of forward and backward; only the `last` one reduces gradients."""
         if last:
             yield
         else:
@@ -266,7 +266,7 @@ class Fsdp2Strategy(ParallelStrategy):
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
-        """Open a context of forward and backward; the `last` micro batch reduces gradients."""
+        """Open a context of forward and backward; only the `last` one reduces gradients."""
         self.objective.set_requires_gradient_sync(last)
         self.objective.set_reshard_after_backward(last)
         # FSDP2's own forward would keep its gather buffer beside the weights.
@@ -320,7 +320,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @contextmanager
     def open_micro_batch(self, last: bool) -> Iterator[None]:
-        """Open a context of forward and backward; the `last` micro batch reduces gradients."""
+        """Open a context of forward and backward; only the `last` one reduces gradients."""
         if self._weights_in_shards:
             # Whole until the step, which shards them again.
             weights: list[Any] = list(self.head.parameters())
