@@ -179,7 +179,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
     last = batch["hidden_states"].flatten(0, 1)
     learnt = [set(rows.output_indices.tolist()) for rows in batch[SUPERVISION].depths]
     weights = pace(objective, batch, outputs.detach(), learnt)
-    said = (target.logits(last) / config.teacher_temperature).softmax(-1)
+    said = (target.compute_logits(last) / config.teacher_temperature).softmax(-1)
     total, counts = torch.zeros(()), [0.0] * outputs.shape[1]
     for number, anchor in enumerate(unrolled.drafts.tolist()):
         state = None
@@ -189,7 +189,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
             if anchor not in learnt[1 + slot]:
                 continue
             logits, state = head.compute_slot_logits(
-                head.logits(slot_output), slot_output, before, state
+                head.compute_logits(slot_output), slot_output, before, state
             )
             log_q = logits[0].log_softmax(-1)
             place = anchor + 1 + slot
@@ -226,7 +226,7 @@ def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) ->
             if anchor not in learnt[1 + slot]:
                 chances.append(0.0)
                 continue
-            logits, state = head.compute_slot_logits(head.logits(mine), mine, before, state)
+            logits, state = head.compute_slot_logits(head.compute_logits(mine), mine, before, state)
             column = int(head.vocab.to_draft_ids(ids[anchor + 2 + slot][None])[0])
             q = 0.0 if column < 0 else float(logits.detach()[0].softmax(-1)[column])
             reached *= config.slot_smoothing + (1 - config.slot_smoothing) * q
@@ -258,7 +258,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
     batch = {**packed(documents), NOISE_SEEDS: (5,)}
     batch = objective.prepare_batch(objective.index_training_batch(batch))
     assert len(batch[STEP_TARGETS].anchors) == 7
-    scale = torch.rand(len(objective.weights), generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(len(objective.term_weights), generator=torch.Generator().manual_seed(0))
     sums = objective(batch, scale)
     sums.total.backward()
     trained = {n: p for n, p in objective.head.named_parameters() if p.requires_grad}
@@ -312,7 +312,7 @@ class Data:
     def __init__(self, used: int) -> None:
         self.used = used
 
-    def token_counts(self, size: int) -> Tensor:
+    def count_token_ids(self, size: int) -> Tensor:
         return F.one_hot(torch.tensor(self.used), size)
 
 
@@ -363,7 +363,7 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
     written = config_of(tmp_path / "head")["dflash_config"]
     assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)
     outputs = torch.randn(5, target.hidden_size)
-    assert head.logits(outputs).equal(target.compute_logits(outputs))
+    assert head.compute_logits(outputs).equal(target.compute_logits(outputs))
     assert head.make_projection() == target.make_projection
     export_head(
         head, ExportFormat.vllm, compute_reference_tensors(head, target, 5), tmp_path / "export", {}

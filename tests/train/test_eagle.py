@@ -142,8 +142,8 @@ def literal_sums(
             end = t + 1 + d
             if end >= len(ids) or documents[end] != documents[t] or not mask[end]:
                 continue
-            p = (target.logits(hidden[t + d]) / temperature).softmax(-1)
-            q = head.logits(out)[0].softmax(-1)
+            p = (target.compute_logits(hidden[t + d]) / temperature).softmax(-1)
+            q = head.compute_logits(out)[0].softmax(-1)
             best = int(p.argmax())
             inside = p[drafted]
             alpha = float(torch.minimum(inside, q).sum())
@@ -273,7 +273,9 @@ def test_an_eagle1_head_over_a_quantised_output_head_is_refused() -> None:
     target = random_target()
     target.output_head = torch.nn.Module()
     target.output_head.weight = torch.zeros(96, 64, dtype=torch.int8)
-    data = type("Packed", (), {"token_counts": lambda _, size: torch.ones(size, dtype=torch.int64)})
+    data = type(
+        "Packed", (), {"count_token_ids": lambda _, size: torch.ones(size, dtype=torch.int64)}
+    )
     config = EagleRun(head=EagleConfig(form=EagleForm.eagle1))
     with pytest.raises(InputError, match="its output head is quantised"):
         main.make_head(config, target, data())

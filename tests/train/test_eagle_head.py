@@ -13,6 +13,7 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun, OutputHead
 from heads.eagle.eagle import EagleHead
 from heads.target_model.model import Target
+from heads.vocab import DraftVocab
 from tests.train.loop.test_memory import ONE, eagle
 from train.eagle import main
 
@@ -23,7 +24,7 @@ LAYERS = [1, 2, 2]
 class Counted:
     """Training data in which token 90 is the likeliest, then 89, and so on."""
 
-    def token_counts(self, vocab_size: int) -> Tensor:
+    def count_token_ids(self, vocab_size: int) -> Tensor:
         return torch.arange(vocab_size).clamp_max(90)
 
 
@@ -132,7 +133,7 @@ def test_benchmarks_take_the_recipe_of_the_form() -> None:
     assert main.build_default_objective(objective.head, objective.target).config == recipe
     target = random_target()
     settings = EagleConfig(form=EagleForm.eagle1)
-    head = EagleHead.from_settings(target, settings, objective.head.vocab.everything(96), 0)
+    head = EagleHead.from_settings(target, settings, DraftVocab.make_full(96), 0)
     found = main.build_default_objective(head, target)
     assert (found.head, found.target) == (head, target)
     assert (found.config.noise, found.config.regression_weight) == (0.2, 1.0)

@@ -48,7 +48,7 @@ def test_heads_learn_the_text_or_what_the_target_says_there(target, labels, trai
                 if documents[t] != documents[end] or not batch["loss_mask"][0, end]:
                     continue
                 log_q = head.head_logits(k - 1, hidden[t]).log_softmax(-1)
-                p = (target.logits(hidden[t + k]) / heat).softmax(-1)
+                p = (target.compute_logits(hidden[t + k]) / heat).softmax(-1)
                 soft, hard = (p * (p.log() - log_q)).sum(), -log_q[ids[end]]
                 expected[k - 1] += float(soft if labels is Labels.soft else hard)
     assert found.terms[0].tolist() == pytest.approx(expected, rel=1e-4)

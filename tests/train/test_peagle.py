@@ -113,7 +113,7 @@ def test_every_layer_is_compiled(target: Target) -> None:
 
 
 def data(counts: torch.Tensor) -> Any:
-    return SimpleNamespace(token_counts=lambda _size: counts)
+    return SimpleNamespace(count_token_ids=lambda _size: counts)
 
 
 def test_a_fresh_head_and_one_that_is_gone_on_from(target: Target, tmp_path) -> None:

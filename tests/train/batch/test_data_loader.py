@@ -148,7 +148,7 @@ def test_two_batches_are_on_a_device_however_far_ahead_the_host_is(
     monkeypatch.setattr("torch.cuda.Stream", lambda _: device.side)
     monkeypatch.setattr("torch.cuda.stream", device.on)
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: device.current)
-    for name in ("moved", "on_device"):
+    for name in ("map_tensors", "batch_to_device"):
         monkeypatch.setattr(prefetch, name, lambda batch, _: batch)
     recorded = device.recorded
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, _: recorded.add(id(tensor)))

@@ -34,10 +34,10 @@ class ToyHead(nn.Linear):
         torch.manual_seed(0)
         super().__init__(D, 1)
 
-    def output_heads(self) -> list[Tensor]:
+    def find_output_heads(self) -> list[Tensor]:
         return []
 
-    embeddings = output_heads
+    find_embeddings = find_output_heads
 
     def save(self, folder: Path, provenance: dict) -> None:
         write_head_folder(
@@ -148,7 +148,7 @@ def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> No
             super().__init__()
             self.seeds: list[int] = []
 
-        def prepare(self, batch: Batch) -> Batch:
+        def prepare_batch(self, batch: Batch) -> Batch:
             self.seeds += batch.get(NOISE_SEEDS, ())  # a batch held out has none
             return super().prepare_batch(batch)
 

@@ -192,7 +192,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
     def build(target: Any, _train: Any) -> tuple[Any, list[str]]:
         class Two(Objective):
             head = MedusaHead.from_target(target, num_heads=2, num_layers=1)
-            weights = torch.ones(2)
+            term_weights = torch.ones(2)
 
         two = Two()
         two.target = target

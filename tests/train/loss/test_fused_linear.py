@@ -42,9 +42,9 @@ class Exact:
 
     def __init__(self, vocab: DraftVocab, log_p: Tensor) -> None:
         self.vocab, self.whole = vocab, log_p
-        self.num_rows, self.row_bytes = len(log_p), log_p[0].nbytes
+        self.num_rows, self.bytes_per_row = len(log_p), log_p[0].nbytes
 
-    def chunk(self, begin: int, end: int) -> TargetProbs:
+    def compute_chunk(self, begin: int, end: int) -> TargetProbs:
         rows = self.whole[begin:end]
         return TargetProbs.from_probs(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
 
@@ -463,7 +463,9 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     hidden = random(num_rows, width, seed=0).float().requires_grad_()
     weight = random(vocab_size, width, seed=1).float().requires_grad_()
     with _Largest() as largest:
-        target = type("T", (), {"logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024})()
+        target = type(
+            "T", (), {"compute_logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024}
+        )()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
         part = student(hidden, weight)
         total, _ = compute_fused_loss([part], teacher, EagleCriterion(EagleConfig(), vocab))

@@ -34,7 +34,7 @@ class Heads(nn.Module):
     def head_states(self, k: int, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states * (1 + k)
 
-    def projection(self, k: int) -> Projection:
+    def make_projection(self, k: int) -> Projection:
         return Projection(self.table[k])
 
 
@@ -43,9 +43,9 @@ class Given:
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.p = logits.softmax(-1)
-        self.num_rows, self.row_bytes = len(logits), logits[0].nbytes
+        self.num_rows, self.bytes_per_row = len(logits), logits[0].nbytes
 
-    def chunk(self, begin: int, end: int) -> TargetProbs:
+    def compute_chunk(self, begin: int, end: int) -> TargetProbs:
         return TargetProbs.from_probs(self.p[begin:end].argmax(-1), self.p[begin:end])
 
 
@@ -133,14 +133,20 @@ def test_places_and_answers_of_every_depth_by_hand() -> None:
     learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
     assert learnt.token_indices.tolist() == [1, 2, 4]  # b, c and e come before them
     # Depth 1 predicts c from a and d from b; depth 2 predicts d from a.
-    assert [rows.places.tolist() for rows in learnt.depths] == [[1, 2, 4], [0, 1], [0], [], []]
+    assert [rows.output_indices.tolist() for rows in learnt.depths] == [
+        [1, 2, 4],
+        [0, 1],
+        [0],
+        [],
+        [],
+    ]
     answers = [rows.teacher_rows.host.tolist() for rows in learnt.depths]
     assert answers == [[0, 1, 2], [0, 1], [1], [], []]
 
 
 def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
     learnt = packed([0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1])[SUPERVISION]
-    found = StepTargets.from_supervision(Supervision(learnt.places, learnt.depths[:3]))
+    found = StepTargets.from_supervision(Supervision(learnt.token_indices, learnt.depths[:3]))
     assert found.anchors.tolist() == [0, 1]
     # Step 0 gives rows 0 and 1, step 1 rows 2 and 3; of that, row 3 (from b, depth 2) is nothing.
     assert found.matched_rows.output_indices.tolist() == [0, 1, 2]

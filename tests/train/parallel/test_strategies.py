@@ -392,7 +392,7 @@ def whole(value: Any) -> Tensor:
 
 def test_a_group_that_joins_later_starts_as_if_the_run_had() -> None:
     class Late(ToyObjective):
-        def groups(self) -> list[ParameterGroup]:
+        def list_parameter_groups(self) -> list[ParameterGroup]:
             return [
                 ParameterGroup([self.head.weight], rate=0.5),
                 ParameterGroup([self.head.bias], first_step=2),
