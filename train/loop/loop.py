@@ -242,7 +242,7 @@ class TrainingLoop:
             )
 
     def _open_round(self) -> Prefetcher:
-        """Open the loading from this step on: of the data, or of the step's round of answers."""
+        """Start to load from this step on: the data, or the round of answers of the step."""
         objective, rollouts = self.job.objective, self.job.rollouts
         if rollouts is not None:
             objective.eval()

@@ -154,8 +154,8 @@ def test_every_step_has_a_row() -> None:
 def test_segments_hold_all_rows_behind_their_tokens() -> None:
     drafts = [torch.tensor(each) for each in ([2, 3, 5, 8, 9], [3, 8, 9], [9])]
     first, second = split_segments(drafts, 2)
-    assert [each.tokens.tolist() for each in first] == [[2, 3, 5], [3]]
+    assert [each.last_tokens.tolist() for each in first] == [[2, 3, 5], [3]]
     assert [each.parent_rows.tolist() for each in first] == [[0, 1, 2], [1]]
-    assert [each.tokens.tolist() for each in second] == [[8, 9], [8, 9], [9]]
+    assert [each.last_tokens.tolist() for each in second] == [[8, 9], [8, 9], [9]]
     assert [each.parent_rows.tolist() for each in second] == [[0, 1], [0, 1], [1]]
     assert len(split_segments(drafts, 9)) == 5
