@@ -181,7 +181,7 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
     weights = pace(objective, batch, outputs.detach(), learnt)
     said = (target.compute_logits(last) / config.teacher_temperature).softmax(-1)
     total, counts = torch.zeros(()), [0.0] * outputs.shape[1]
-    for number, anchor in enumerate(unrolled.drafts.tolist()):
+    for number, anchor in enumerate(unrolled.anchors.tolist()):
         state = None
         for slot in range(outputs.shape[1]):
             slot_output = outputs[number, slot][None]
@@ -364,7 +364,7 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
     assert (written["output_multiplier"], written["final_logit_softcapping"]) == (0.25, 2.0)
     outputs = torch.randn(5, target.hidden_size)
     assert head.compute_logits(outputs).equal(target.compute_logits(outputs))
-    assert head.make_projection() == target.make_projection
+    assert head.make_projection() == target.projection
     export_head(
         head, ExportFormat.vllm, compute_reference_tensors(head, target, 5), tmp_path / "export", {}
     )
