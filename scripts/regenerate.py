@@ -68,231 +68,10 @@ from heads.target_model.load import (
 )
 from heads.target_model.model import Target
 
-
-class Dialogue:
-    """One conversation while the target replaces its answers."""
-
-    def __init__(self, index: int, record: Record, seed: int) -> None:
-        """Start before the first question.
-
-        Args:
-            index: id of the row.
-            record: conversation; the assistant's turns are dropped.
-            seed: seed of the run.
-        """
-        self.id = index
-        self.where = record.where
-        self.category = record.category
-        self.tools = record.tools
-        self.template_kwargs = record.template_kwargs
-        self.messages: list[dict] = []
-        self.truncated: list[int] = []
-        self.is_cut = False
-        """True if it ends early, at the result of a tool call by an earlier answer."""
-        self._num_answers = 0
-        self._seed = seed
-        self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
-        self.num_questions = sum(m["role"] == "user" for m in self._rest)
-        self.num_chars = sum(len(m["content"]) for m in self._rest)
-
-    def advance_to_question(self) -> bool:
-        """Move on to the next question; return False at the end."""
-        while self._rest and not self.is_cut:
-            message = self._rest.pop(0)
-            if message["role"] == "tool":
-                self.is_cut = True
-                return False
-            self.messages.append(message)
-            if message["role"] == "user":
-                return True
-        return False
-
-    def add_answer(self, answer: Answer) -> None:
-        """Add the answer to the current question to the context of the next.
-
-        Raises:
-            RowEmpty: the answer is empty.
-        """
-        if answer.is_empty:
-            raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
-        if answer.truncated:
-            self.truncated.append(self._num_answers)
-        ids = {} if answer.token_ids is None else {"token_ids": answer.token_ids}
-        self.messages.append(answer.message | ids)
-        self._num_answers += 1
-
-    @property
-    def template_messages(self) -> list[dict]:
-        """The conversation so far, as a chat template takes it."""
-        return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
-
-    def build_request_arguments(self, template_kwargs: Mapping[str, Any] | None) -> dict:
-        """Arguments for a server besides messages: tools, and arguments of the chat template."""
-        told = {
-            "tools": self.tools,
-            "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
-        }
-        return {key: value for key, value in told.items() if value}
-
-    def compute_seed(self) -> int:
-        """A seed for the current answer that depends only on the run, the row and the turn."""
-        key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
-        return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
-
-    def build_row(self) -> dict:
-        """Make the row to write; `truncated_turns` counts answers from 0."""
-        own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
-        return {
-            "id": self.id,
-            "messages": self.messages,
-            **{key: value for key, value in own.items() if value},
-            "category": self.category,
-            "truncated_turns": self.truncated,
-        }
-
-
-class ConversationAnswerer:
-    """A target that answers several conversations at once, and applies its generation config."""
-
-    def __init__(
-        self,
-        target: Target,
-        encoder: RecordEncoder,
-        batch_size: int,
-        max_new_tokens: int,
-        temperature: float,
-    ) -> None:
-        encoder.build_template({}, None)  # refuses a tokenizer that cannot render, before any work
-        self.target, self.encoder = target, encoder
-        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
-        self.sampling = Sampling(temperature)
-        self.max_prompt_tokens = (
-            None if target.max_positions is None else target.max_positions - max_new_tokens
-        )
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise InputError(
-                f"max_new_tokens={max_new_tokens}: leaves no room for a prompt in the window of "
-                f"{target.name}, {target.max_positions} tokens"
-            )
-
-    def encode_prompt(self, dialogue: Dialogue) -> list[int]:
-        """Render a conversation up to the target's turn.
-
-        Raises:
-            RowRefused: the template refuses it, it leaves no room for the answer, or the target
-                lacks some of its tokens.
-        """
-        try:
-            ids = self.encoder.encode_prompt(
-                dialogue.template_messages, dialogue.tools, dialogue.template_kwargs
-            )
-            check_token_ids(ids, self.target, "its prompt".format)
-        except InputError as error:
-            raise RequestRefusedError(str(error)) from error
-        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-            raise RequestRefusedError(
-                f"{len(ids)} prompt tokens leave no room for max_new_tokens in the target's "
-                f"window (at most {self.max_prompt_tokens})"
-            )
-        return ids
-
-    def answer_with_states(
-        self, prompts: list[list[int]], seeds: list[int]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Answer `batch_size` prompts at a time; when one answer ends, the next prompt starts.
-
-        Args:
-            prompts: token ids of each prompt.
-            seeds: one seed per prompt; unused at temperature 0.
-
-        Yields:
-            Prompt number and token ids of each answer, including the token that ends the turn, as
-            answers end.
-
-        Raises:
-            InputError: the batch does not fit in memory.
-        """
-        requests = list(map(Request, prompts, seeds))
-        limits = self.max_new_tokens, self.batch_size
-        try:
-            yield from stream_answers(self.target, requests, *limits, self.sampling)
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"batch_size={self.batch_size}: out of device memory; lower batch_size and start "
-                "again (finished rows are kept)"
-            ) from error
-
-    def encode_response(self, ids: list[int], dialogue: Dialogue) -> Answer:
-        """Split an answer into thinking, text and tool calls.
-
-        Args:
-            ids: token ids of an answer from `answers`.
-            dialogue: the conversation that it answers.
-        """
-        written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        template = self.encoder.build_template(dialogue.template_kwargs, dialogue.tools)
-        message = parse_reply(written, dialogue.template_messages, template, dialogue.tools)
-        return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)
-
-
-class RowEmpty(Exception):  # noqa: N818  names what happened to the row
-    """The target's answer is empty, so there is no row to learn from; this is no failure."""
-
-
-class DialogueOutcome(NamedTuple):
-    """The result of a conversation: a row or an error."""
-
-    dialogue: Dialogue
-    problem: Exception | None = None
-
-
 NUM_LISTED = 10
-
-
 BATCHES_AT_A_TIME = 8
 """Batches of conversations to finish before others begin. With few, more rows are idle at their
 ends; with many, more is answered again when a run is resumed."""
-
-
-@dataclass
-class OutcomeCounter:
-    """Conversations that ended without a row, by reason; stops a run in which nothing works."""
-
-    config: RegenerateRun
-    problems: dict[type[Exception], list[str]] = field(default_factory=dict)
-    num_failed_in_a_row: int = 0
-    num_cut: int = 0
-
-    def record_outcomes(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
-        """Write the rows, then count the others.
-
-        Raises:
-            InputError: a row is refused but rows must not be skipped, or nothing works any more.
-        """
-        journal.append([o.dialogue.build_row() for o in outcomes if o.problem is None])
-        for dialogue, problem in outcomes:
-            self.num_cut += problem is None and dialogue.is_cut
-            failed = isinstance(problem, RequestFailedError)
-            self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
-            if problem is None:
-                continue
-            text = f"{dialogue.where}: {problem}"
-            self.problems.setdefault(type(problem), []).append(text)
-            if (
-                isinstance(problem, RequestRefusedError)
-                and self.config.data.on_bad_row is OnBadRow.error
-            ):
-                raise InputError(
-                    f"{text} (set data.on_bad_row=skip to skip such rows; start again to continue)"
-                )
-            if self.num_failed_in_a_row >= 2 * self.config.concurrency:
-                raise InputError(
-                    f"{self.num_failed_in_a_row} conversations in a row failed, the last: {text}. "
-                    "Finished rows are kept; start again to continue"
-                )
-
-
-Report = Callable[[list[DialogueOutcome]], None]
 
 
 def main(config: RegenerateRun) -> None:
@@ -405,6 +184,102 @@ async def make_endpoint(config: RegenerateRun) -> Endpoint:
         return replace(endpoint, model=await client.first_model())
 
 
+class RowEmpty(Exception):  # noqa: N818  names what happened to the row
+    """The target's answer is empty, so there is no row to learn from; this is no failure."""
+
+
+class Dialogue:
+    """One conversation while the target replaces its answers."""
+
+    def __init__(self, index: int, record: Record, seed: int) -> None:
+        """Start before the first question.
+
+        Args:
+            index: id of the row.
+            record: conversation; the assistant's turns are dropped.
+            seed: seed of the run.
+        """
+        self.id = index
+        self.where = record.where
+        self.category = record.category
+        self.tools = record.tools
+        self.template_kwargs = record.template_kwargs
+        self.messages: list[dict] = []
+        self.truncated: list[int] = []
+        self.is_cut = False
+        """True if it ends early, at the result of a tool call by an earlier answer."""
+        self._num_answers = 0
+        self._seed = seed
+        self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
+        self.num_questions = sum(m["role"] == "user" for m in self._rest)
+        self.num_chars = sum(len(m["content"]) for m in self._rest)
+
+    def advance_to_question(self) -> bool:
+        """Move on to the next question; return False at the end."""
+        while self._rest and not self.is_cut:
+            message = self._rest.pop(0)
+            if message["role"] == "tool":
+                self.is_cut = True
+                return False
+            self.messages.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+    def add_answer(self, answer: Answer) -> None:
+        """Add the answer to the current question to the context of the next.
+
+        Raises:
+            RowEmpty: the answer is empty.
+        """
+        if answer.is_empty:
+            raise RowEmpty(f"the target's answer {self._num_answers + 1} is empty")
+        if answer.truncated:
+            self.truncated.append(self._num_answers)
+        ids = {} if answer.token_ids is None else {"token_ids": answer.token_ids}
+        self.messages.append(answer.message | ids)
+        self._num_answers += 1
+
+    @property
+    def template_messages(self) -> list[dict]:
+        """The conversation so far, as a chat template takes it."""
+        return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
+
+    def build_request_arguments(self, template_kwargs: Mapping[str, Any] | None) -> dict:
+        """Arguments for a server besides messages: tools, and arguments of the chat template."""
+        told = {
+            "tools": self.tools,
+            "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
+        }
+        return {key: value for key, value in told.items() if value}
+
+    def compute_seed(self) -> int:
+        """A seed for the current answer that depends only on the run, the row and the turn."""
+        key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
+        return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
+
+    def build_row(self) -> dict:
+        """Make the row to write; `truncated_turns` counts answers from 0."""
+        own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
+        return {
+            "id": self.id,
+            "messages": self.messages,
+            **{key: value for key, value in own.items() if value},
+            "category": self.category,
+            "truncated_turns": self.truncated,
+        }
+
+
+class DialogueOutcome(NamedTuple):
+    """The result of a conversation: a row or an error."""
+
+    dialogue: Dialogue
+    problem: Exception | None = None
+
+
+Report = Callable[[list[DialogueOutcome]], None]
+
+
 def answer_in_process(
     dialogues: list[Dialogue],
     config: RegenerateRun,
@@ -433,6 +308,90 @@ def answer_in_process(
             for outcome in iter_group_outcomes(group, local):
                 if outcome.dialogue.id not in done:
                     report([outcome])
+
+
+class ConversationAnswerer:
+    """A target that answers several conversations at once, and applies its generation config."""
+
+    def __init__(
+        self,
+        target: Target,
+        encoder: RecordEncoder,
+        batch_size: int,
+        max_new_tokens: int,
+        temperature: float,
+    ) -> None:
+        encoder.build_template({}, None)  # refuses a tokenizer that cannot render, before any work
+        self.target, self.encoder = target, encoder
+        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
+        self.sampling = Sampling(temperature)
+        self.max_prompt_tokens = (
+            None if target.max_positions is None else target.max_positions - max_new_tokens
+        )
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise InputError(
+                f"max_new_tokens={max_new_tokens}: leaves no room for a prompt in the window of "
+                f"{target.name}, {target.max_positions} tokens"
+            )
+
+    def encode_prompt(self, dialogue: Dialogue) -> list[int]:
+        """Render a conversation up to the target's turn.
+
+        Raises:
+            RowRefused: the template refuses it, it leaves no room for the answer, or the target
+                lacks some of its tokens.
+        """
+        try:
+            ids = self.encoder.encode_prompt(
+                dialogue.template_messages, dialogue.tools, dialogue.template_kwargs
+            )
+            check_token_ids(ids, self.target, "its prompt".format)
+        except InputError as error:
+            raise RequestRefusedError(str(error)) from error
+        if self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            raise RequestRefusedError(
+                f"{len(ids)} prompt tokens leave no room for max_new_tokens in the target's "
+                f"window (at most {self.max_prompt_tokens})"
+            )
+        return ids
+
+    def answer_with_states(
+        self, prompts: list[list[int]], seeds: list[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Answer `batch_size` prompts at a time; when one answer ends, the next prompt starts.
+
+        Args:
+            prompts: token ids of each prompt.
+            seeds: one seed per prompt; unused at temperature 0.
+
+        Yields:
+            Prompt number and token ids of each answer, including the token that ends the turn, as
+            answers end.
+
+        Raises:
+            InputError: the batch does not fit in memory.
+        """
+        requests = list(map(Request, prompts, seeds))
+        limits = self.max_new_tokens, self.batch_size
+        try:
+            yield from stream_answers(self.target, requests, *limits, self.sampling)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"batch_size={self.batch_size}: out of device memory; lower batch_size and start "
+                "again (finished rows are kept)"
+            ) from error
+
+    def encode_response(self, ids: list[int], dialogue: Dialogue) -> Answer:
+        """Split an answer into thinking, text and tool calls.
+
+        Args:
+            ids: token ids of an answer from `answers`.
+            dialogue: the conversation that it answers.
+        """
+        written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        template = self.encoder.build_template(dialogue.template_kwargs, dialogue.tools)
+        message = parse_reply(written, dialogue.template_messages, template, dialogue.tools)
+        return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)
 
 
 def iter_group_outcomes(
@@ -502,6 +461,44 @@ async def answer_from_endpoint(
                 report(outcomes)
         if client.num_retries:
             tqdm.write(f"{client.num_retries} requests were repeated")
+
+
+@dataclass
+class OutcomeCounter:
+    """Conversations that ended without a row, by reason; stops a run in which nothing works."""
+
+    config: RegenerateRun
+    problems: dict[type[Exception], list[str]] = field(default_factory=dict)
+    num_failed_in_a_row: int = 0
+    num_cut: int = 0
+
+    def record_outcomes(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
+        """Write the rows, then count the others.
+
+        Raises:
+            InputError: a row is refused but rows must not be skipped, or nothing works any more.
+        """
+        journal.append([o.dialogue.build_row() for o in outcomes if o.problem is None])
+        for dialogue, problem in outcomes:
+            self.num_cut += problem is None and dialogue.is_cut
+            failed = isinstance(problem, RequestFailedError)
+            self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
+            if problem is None:
+                continue
+            text = f"{dialogue.where}: {problem}"
+            self.problems.setdefault(type(problem), []).append(text)
+            if (
+                isinstance(problem, RequestRefusedError)
+                and self.config.data.on_bad_row is OnBadRow.error
+            ):
+                raise InputError(
+                    f"{text} (set data.on_bad_row=skip to skip such rows; start again to continue)"
+                )
+            if self.num_failed_in_a_row >= 2 * self.config.concurrency:
+                raise InputError(
+                    f"{self.num_failed_in_a_row} conversations in a row failed, the last: {text}. "
+                    "Finished rows are kept; start again to continue"
+                )
 
 
 def print_report(config: RegenerateRun, rows: list[dict], tally: OutcomeCounter) -> None:

@@ -54,27 +54,89 @@ from heads.kinds import HEADS, build_variant_table
 from scripts.contest import report
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 RECIPES = ROOT / "conf" / "head"
-
-
 SETTLED = ("max_steps", "num_epochs", "batch_size", "batch_tokens", "micro_batch_size", "resume")
 """Settings of `train` that the contest sets for all heads."""
-
-
 DRAFT_SHAPES = ("chain", "tree")
-
-
 SAVED_EVERY_S = 300.0
-
-
 NUM_PROBED = 2
 """Dialogues of the measurement that estimates the time of measuring."""
-
-
 USUAL_TAU = 1.7
 """tau of trained heads, for estimates, as a probe's head is not trained yet."""
+MARK = "HEADSMITH_CONTEST"
+"""Environment variable that marks the commands of a contest; its value is the folder."""
+TAIL = 15
+"""Lines of a log to show when a task fails."""
+
+
+def main(config: ContestRun) -> None:
+    """Plan, train, measure; write `contest.md`, `contest.html`, `contest.json` and `winner`."""
+    check_contest(config)
+    entrants = parse_recipes(config.recipes)
+    check_methods(config.untrained)
+    fill_default_paths(config)
+    fill_default_paths(DataRun(config.target, config.prompts), prompts=True)
+    out_dir = Path(config.out_dir).absolute()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(out_dir / ".lock")
+    except OSError as error:
+        raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
+    with lock, raise_on_sigterm():
+        claim_folder(config, out_dir)
+        end_orphans(out_dir)
+        took, path = TaskCosts(out_dir), out_dir / "plan.json"
+        if ContestPart.plan in config.parts and not path.exists():
+            run_missing(list_probe_tasks(config, entrants, out_dir), out_dir, took, {})
+            make_plan(config, entrants, out_dir, took)
+        if not path.exists():
+            raise InputError(f"parts: {path} is missing; run the part plan first")
+        settled = json.loads(path.read_text())
+        print(report.shown_plan(settled))
+        todo: list[Task] = []
+        if ContestPart.train in config.parts:
+            todo += list_training_tasks(config, entrants, out_dir, settled)
+        if ContestPart.measure in config.parts:
+            todo += list_measurements(config, entrants, out_dir)
+        run_missing(todo, out_dir, took, settled["estimate"])
+        if ContestPart.report in config.parts:
+            print(report.write_report(entrants, out_dir, settled, took))
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that the running command is stopped too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def claim_folder(config: ContestRun, out_dir: Path) -> None:
+    """Start a contest in a folder, or check that the folder holds this contest.
+
+    Raises:
+        InputError: the folder holds something else.
+    """
+    path, now = out_dir / "settings.json", list_deciding_settings(config)
+    if path.exists():
+        before = json.loads(path.read_text())
+        check_unchanged(f"out_dir={out_dir} holds a contest", before, now)
+        return
+    if any(each.name != ".lock" for each in out_dir.iterdir()):
+        raise InputError(
+            f"out_dir={out_dir}: is not empty and holds no contest; name another folder"
+        )
+    write_atomically(path, json.dumps(now, indent=1) + "\n")
+
+
+def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
+    """Settings that affect the result of a contest, by dotted key."""
+    free = {"out_dir", "parts", "launch"}
+    return flatten_settings(
+        {key: value for key, value in to_json(config).items() if key not in free}
+    )
 
 
 @dataclass(frozen=True)
@@ -140,87 +202,6 @@ def list_head_methods(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
         number = f"_{counts[entrant.kind]}" if counts[entrant.kind] > 1 else ""
         methods[entrant.label] = {way: f"{entrant.kind}_{way}{number}" for way in DRAFT_SHAPES}
     return methods
-
-
-def format_overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
-    """Settings of a group that differ from the schema's, for a command line."""
-    usual = to_json(type(config)())
-    return [
-        f"{prefix}.{key}={_format_setting_value(value)}"
-        for key, value in to_json(config).items()
-        if value != usual[key]
-    ]
-
-
-def _format_setting_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{key}: {_format_setting_value(item)}" for key, item in value.items())
-            + "}"
-        )
-    if isinstance(value, list):
-        return "[" + ",".join(map(_format_setting_value, value)) + "]"
-    if isinstance(value, str):
-        return "'" + value.replace("'", "\\'") + "'"
-    return "null" if value is None else str(value).lower()
-
-
-def build_training_command(
-    config: ContestRun, entrant: Entrant, out_dir: Path, *more: str
-) -> list[str]:
-    """Make the command that trains a head and evaluates it once, at the end, without replay."""
-    launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
-    size = config.train
-    return [
-        sys.executable, *launcher, str(ROOT / "train" / f"{entrant.kind}.py"),
-        *format_overrides("target", config.target), *format_overrides("data", config.data),
-        f"train.batch_size={size.batch_size}", f"train.micro_batch_size={size.micro_batch_size}",
-        "train.num_checkpoints=1", "train.num_replay_prompts=0", "train.resume=auto",
-        f"seed={config.seed}", *entrant.overrides, *more,
-        f"out_dir={_format_setting_value(str(out_dir))}",
-    ]  # fmt: skip
-
-
-def build_measuring_command(
-    config: ContestRun, script: str, heads: list[Path], out_dir: Path, *more: str
-) -> list[str]:
-    """Make a command that measures heads on the prompts."""
-    first, *others = map(str, heads)
-    return [
-        sys.executable, str(ROOT / script),
-        *format_overrides("target", config.target), *format_overrides("data", config.prompts),
-        f"head.path={_format_setting_value(first)}",
-        *([f"heads={_format_setting_value(others)}"] if others else []),
-        f"max_new_tokens={config.max_new_tokens}", f"num_turns={config.num_turns}",
-        f"seed={config.seed}", *more, f"out_dir={_format_setting_value(str(out_dir))}",
-    ]  # fmt: skip
-
-
-def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
-    """Settings that affect the result of a contest, by dotted key."""
-    free = {"out_dir", "parts", "launch"}
-    return flatten_settings(
-        {key: value for key, value in to_json(config).items() if key not in free}
-    )
-
-
-def claim_folder(config: ContestRun, out_dir: Path) -> None:
-    """Start a contest in a folder, or check that the folder holds this contest.
-
-    Raises:
-        InputError: the folder holds something else.
-    """
-    path, now = out_dir / "settings.json", list_deciding_settings(config)
-    if path.exists():
-        before = json.loads(path.read_text())
-        check_unchanged(f"out_dir={out_dir} holds a contest", before, now)
-        return
-    if any(each.name != ".lock" for each in out_dir.iterdir()):
-        raise InputError(
-            f"out_dir={out_dir}: is not empty and holds no contest; name another folder"
-        )
-    write_atomically(path, json.dumps(now, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -317,6 +298,61 @@ def probe_folder(out_dir: Path, name: str) -> Path:
 def _format_methods(config: ContestRun, entrants: list[Entrant]) -> str:
     names = [name for ways in list_head_methods(entrants).values() for name in ways.values()]
     return f"methods=[{','.join([*names, *config.untrained])}]"
+
+
+def build_training_command(
+    config: ContestRun, entrant: Entrant, out_dir: Path, *more: str
+) -> list[str]:
+    """Make the command that trains a head and evaluates it once, at the end, without replay."""
+    launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
+    size = config.train
+    return [
+        sys.executable, *launcher, str(ROOT / "train" / f"{entrant.kind}.py"),
+        *format_overrides("target", config.target), *format_overrides("data", config.data),
+        f"train.batch_size={size.batch_size}", f"train.micro_batch_size={size.micro_batch_size}",
+        "train.num_checkpoints=1", "train.num_replay_prompts=0", "train.resume=auto",
+        f"seed={config.seed}", *entrant.overrides, *more,
+        f"out_dir={_format_setting_value(str(out_dir))}",
+    ]  # fmt: skip
+
+
+def build_measuring_command(
+    config: ContestRun, script: str, heads: list[Path], out_dir: Path, *more: str
+) -> list[str]:
+    """Make a command that measures heads on the prompts."""
+    first, *others = map(str, heads)
+    return [
+        sys.executable, str(ROOT / script),
+        *format_overrides("target", config.target), *format_overrides("data", config.prompts),
+        f"head.path={_format_setting_value(first)}",
+        *([f"heads={_format_setting_value(others)}"] if others else []),
+        f"max_new_tokens={config.max_new_tokens}", f"num_turns={config.num_turns}",
+        f"seed={config.seed}", *more, f"out_dir={_format_setting_value(str(out_dir))}",
+    ]  # fmt: skip
+
+
+def format_overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
+    """Settings of a group that differ from the schema's, for a command line."""
+    usual = to_json(type(config)())
+    return [
+        f"{prefix}.{key}={_format_setting_value(value)}"
+        for key, value in to_json(config).items()
+        if value != usual[key]
+    ]
+
+
+def _format_setting_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{key}: {_format_setting_value(item)}" for key, item in value.items())
+            + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ",".join(map(_format_setting_value, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("'", "\\'") + "'"
+    return "null" if value is None else str(value).lower()
 
 
 class TaskCosts:
@@ -464,10 +500,6 @@ def measuring_takes(
     return {name: {"seconds": value, "memory": memory} for name, value in seconds.items()}
 
 
-def _list_seconds(method: dict[str, Any]) -> list[float]:
-    return [prompt["seconds"]["total"][0] for prompt in method["prompts"]]
-
-
 def seconds_per_dialogue(
     methods: dict[str, Any], costs: dict[str, Any], ways: dict[str, dict[str, str]]
 ) -> dict[tuple[str, int], float]:
@@ -498,12 +530,19 @@ def seconds_per_dialogue(
     return seconds
 
 
-MARK = "HEADSMITH_CONTEST"
-"""Environment variable that marks the commands of a contest; its value is the folder."""
+def _list_seconds(method: dict[str, Any]) -> list[float]:
+    return [prompt["seconds"]["total"][0] for prompt in method["prompts"]]
 
 
-TAIL = 15
-"""Lines of a log to show when a task fails."""
+def run_missing(todo: list[Task], out_dir: Path, took: TaskCosts, estimate: dict[str, Any]) -> None:
+    """Run the tasks without a result, and print the current task and the next ones."""
+    missing = [task for task in todo if not task.result.exists()]
+    for number, task in enumerate(missing, start=1):
+        following = missing[number].name if number < len(missing) else "nothing more"
+        about = estimate.get(task.name)
+        words = "" if about is None else f", about {report.format_minutes(about['seconds'])} min"
+        print(f"{task.name}{words}; then {following}", flush=True)
+        run_task(task, out_dir, took)
 
 
 def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
@@ -547,6 +586,19 @@ def log_path(out_dir: Path, name: str) -> Path:
     return out_dir / "logs" / f"{name.replace(' ', '-')}.log"
 
 
+def device_memory(out_dir: Path, name: str) -> dict[str, float]:
+    """`device`: most bytes of a training on each GPU, as its log states; empty if it does not."""
+    log = log_path(out_dir, name)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    said = re.findall(r"([\d.]+) GB measured at most", text)
+    return {"device": float(said[-1]) * 1e9} if said else {}
+
+
+def bytes_of(folder: Path) -> int:
+    """Size of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def end_orphans(out_dir: Path) -> None:
     """End processes that a killed contest in this folder left, and wait for them."""
     while pids := list(iter_orphan_pids(out_dir)):
@@ -563,74 +615,6 @@ def iter_orphan_pids(out_dir: Path) -> Iterator[int]:
         with suppress(OSError):  # another user's, or just gone
             if wanted in path.read_bytes().split(b"\0"):
                 yield int(path.parent.name)
-
-
-def device_memory(out_dir: Path, name: str) -> dict[str, float]:
-    """`device`: most bytes of a training on each GPU, as its log states; empty if it does not."""
-    log = log_path(out_dir, name)
-    text = log.read_text(errors="replace") if log.exists() else ""
-    said = re.findall(r"([\d.]+) GB measured at most", text)
-    return {"device": float(said[-1]) * 1e9} if said else {}
-
-
-def bytes_of(folder: Path) -> int:
-    """Size of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def run_missing(todo: list[Task], out_dir: Path, took: TaskCosts, estimate: dict[str, Any]) -> None:
-    """Run the tasks without a result, and print the current task and the next ones."""
-    missing = [task for task in todo if not task.result.exists()]
-    for number, task in enumerate(missing, start=1):
-        following = missing[number].name if number < len(missing) else "nothing more"
-        about = estimate.get(task.name)
-        words = "" if about is None else f", about {report.format_minutes(about['seconds'])} min"
-        print(f"{task.name}{words}; then {following}", flush=True)
-        run_task(task, out_dir, took)
-
-
-@contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that the running command is stopped too."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def main(config: ContestRun) -> None:
-    """Plan, train, measure; write `contest.md`, `contest.html`, `contest.json` and `winner`."""
-    check_contest(config)
-    entrants = parse_recipes(config.recipes)
-    check_methods(config.untrained)
-    fill_default_paths(config)
-    fill_default_paths(DataRun(config.target, config.prompts), prompts=True)
-    out_dir = Path(config.out_dir).absolute()
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(out_dir / ".lock")
-    except OSError as error:
-        raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
-    with lock, raise_on_sigterm():
-        claim_folder(config, out_dir)
-        end_orphans(out_dir)
-        took, path = TaskCosts(out_dir), out_dir / "plan.json"
-        if ContestPart.plan in config.parts and not path.exists():
-            run_missing(list_probe_tasks(config, entrants, out_dir), out_dir, took, {})
-            make_plan(config, entrants, out_dir, took)
-        if not path.exists():
-            raise InputError(f"parts: {path} is missing; run the part plan first")
-        settled = json.loads(path.read_text())
-        print(report.shown_plan(settled))
-        todo: list[Task] = []
-        if ContestPart.train in config.parts:
-            todo += list_training_tasks(config, entrants, out_dir, settled)
-        if ContestPart.measure in config.parts:
-            todo += list_measurements(config, entrants, out_dir)
-        run_missing(todo, out_dir, took, settled["estimate"])
-        if ContestPart.report in config.parts:
-            print(report.write_report(entrants, out_dir, settled, took))
 
 
 if __name__ == "__main__":

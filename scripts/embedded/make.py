@@ -45,6 +45,41 @@ from transformers import (
 from conf.errors import InputError
 from heads.devices import this_processor
 
+PACKAGES = {
+    "accelerate": "Apache-2.0", "datasets": "Apache-2.0", "filelock": "MIT", "fontTools": "MIT",
+    "fsspec": "BSD-3-Clause", "huggingface_hub": "Apache-2.0", "hydra": "MIT",
+    "jinja2": "BSD-3-Clause", "networkx": "BSD-3-Clause", "numpy": "BSD-3-Clause",
+    "omegaconf": "BSD-3-Clause", "pandas": "BSD-3-Clause", "peft": "Apache-2.0", "pip": "MIT",
+    "pydantic": "MIT", "requests": "Apache-2.0", "rich": "MIT", "setuptools": "MIT",
+    "trio": "MIT OR Apache-2.0",
+}  # fmt: skip
+"""Installed packages whose source the target reads beside the standard library's, by licence."""
+STDLIB_EPOCHS = 3
+"""Times that the standard library is read per reading of the packages, as prompts are like it."""
+_EXCLUDED = {
+    "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
+    "_vendor", "site-packages", "test", "tests",
+}  # fmt: skip
+_MIN_FILES = 50
+_HELD_OUT_IN = 10  # one file of ten
+_CONSTRUCT = re.compile(r" *(?:@|(?:async )?def |class )")
+_FEWEST_BYTES = 3.6
+"""A piece with fewer compressed bytes per ten than this is a table, and teaches repetition."""
+CATEGORIES = ("function", "method", "class", "module")
+_FEWEST_PROMPT_TOKENS = 8
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>
+' }}{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{{ '
+' }}{% else %}{{ '<|' + m['role'] + '|>
+' + m['content'] + '<|end|>
+' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
+' }}{% endif %}"""
+# A line break is always a separate token: the one after <|assistant|> must not merge with the
+# indentation at the start of an answer, or prompts would end within a token.
+_WORDS = r"\n| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
+
 LOOP = 6
 """A run of this many tokens that occurs twice in an answer is a loop; shorter ones are often good
 code."""
@@ -82,455 +117,6 @@ class Recipe:
     max_new_tokens: int = 112
     generate_batch_size: int = 64
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class CodeChat:
-    """One chat: the start of a piece of source, and its continuation."""
-
-    category: str
-    """function, method, class, module, or body for a later part of a long one."""
-    file: str
-    """Path inside the standard library."""
-    prompt: str
-    continuation: str
-
-
-def train_target(
-    pieces: list[CodeChat],
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
-    progress: bool,
-) -> LlamaForCausalLM:
-    """Train a Llama-type model from scratch on packed chats, with the loss on every token."""
-    torch.manual_seed(recipe.seed)
-    tokens = {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    config = LlamaConfig(
-        vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size, num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.hidden_size // recipe.num_heads,
-        max_position_embeddings=recipe.max_position_embeddings, tie_word_embeddings=False, **tokens,
-    )  # fmt: skip
-    target = LlamaForCausalLM(config)
-    target.generation_config = GenerationConfig(**tokens)
-    # Muon for the matrices of the blocks (about half the tokens for the same loss); others AdamW.
-    blocks = [p for p in target.model.layers.parameters() if p.ndim == 2]
-    taken = {id(p) for p in blocks}
-    others = [p for p in target.parameters() if id(p) not in taken]
-    rate = recipe.learning_rate
-    optimizers = [
-        torch.optim.Muon(blocks, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda step: _learning_rate_factor(step, recipe))
-        for o in optimizers
-    ]
-    bar = tqdm(
-        total=recipe.num_steps * recipe.batch_size * recipe.train_length,
-        desc="training the target", unit="tok", unit_scale=True, disable=not progress,
-    )  # fmt: skip
-    loss = torch.tensor(math.nan)
-    with bar:
-        for rows in _iter_batches(pieces, tokenizer, recipe):  # rows: [B, T + 1]
-            with _make_autocast():
-                logits = target(rows[:, :-1], use_cache=False).logits  # [B, T, V]
-            loss = cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                optimizer.step()
-                scheduler.step()
-            target.zero_grad()
-            bar.update(rows[:, 1:].numel())
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    if not math.isfinite(loss.item()):
-        raise RuntimeError(f"the embedded target's training ended with loss {loss.item()}")
-    return target.eval()
-
-
-def unlearn_loops(
-    target: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    pieces: list[CodeChat],
-    recipe: Recipe,
-    progress: bool,
-) -> None:
-    """Teach a target not to repeat itself: it distils itself, without repeated tokens.
-
-    Each step answers prompts greedily. At every token of the answers the teacher is the original
-    target, without the tokens that would end a run of `LOOP` tokens seen earlier in the answer.
-    Unlikelihood (arXiv 1908.04319) was tried first and destroyed the sense of the answers.
-    """
-    rng = random.Random(recipe.seed)
-    teacher = copy.deepcopy(target)
-    optimizer = torch.optim.AdamW(
-        target.parameters(), lr=recipe.loop_learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    steps = replace(recipe, num_steps=recipe.num_loop_steps, warmup_steps=10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: _learning_rate_factor(step, steps)
-    )
-    short = [p.prompt for p in pieces if len(p.prompt) < 2 * recipe.max_prompt_tokens]
-    bar = tqdm(total=steps.num_steps, desc="unlearning loops", unit="step", disable=not progress)
-    with bar:
-        for _ in range(steps.num_steps):
-            batch = _encode_prompts(tokenizer, rng.sample(short, recipe.loop_batch_size))
-            with _make_autocast():
-                ids = _generate_answers(target, batch, recipe)  # [B, T]
-            first = batch["input_ids"].shape[1]
-            answered = torch.zeros_like(ids, dtype=torch.bool)
-            loops = []
-            for row, padded in enumerate(ids[:, first:].tolist()):
-                ended = [*padded, tokenizer.eos_token_id].index(tokenizer.eos_token_id)
-                answer = padded[: ended + 1]
-                answered[row, first : first + len(answer)] = True
-                for place, tokens in enumerate(find_loop_tokens(answer), first - 1):
-                    loops += [(row, place, token) for token in tokens]
-            real = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, first:])], dim=1)
-            positions = (real.cumsum(1) - 1).clamp(min=0)
-            places = {"attention_mask": real[:, :-1], "position_ids": positions[:, :-1]}
-            with _make_autocast():
-                with torch.no_grad():
-                    teacher_logits = teacher(ids[:, :-1], **places, use_cache=False).logits.float()
-                logits = target(ids[:, :-1], **places, use_cache=False).logits.float()
-            if loops:
-                teacher_logits[tuple(torch.tensor(loops).T)] = -math.inf
-            loss = kl_div(
-                logits[answered[:, 1:]].log_softmax(-1),
-                teacher_logits[answered[:, 1:]].softmax(-1),
-                reduction="batchmean",
-            )
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            target.zero_grad()
-            bar.update()
-            bar.set_postfix(kl=f"{loss.item():.3f}", refresh=False)
-
-
-def _make_autocast() -> torch.autocast:
-    """Autocast for one forward pass; its weights stay cast until the pass ends."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
-
-
-def find_loop_tokens(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
-    """Forbidden tokens per place: those that would complete `length` tokens seen before."""
-    after: dict[tuple[int, ...], set[int]] = {}
-    forbidden = []
-    for place, token in enumerate(token_ids):
-        before = tuple(token_ids[max(0, place - length + 1) : place])
-        known = after.setdefault(before, set()) if len(before) == length - 1 else set()
-        forbidden.append(set(known))
-        known.add(token)
-    return forbidden
-
-
-def _learning_rate_factor(step: int, recipe: Recipe) -> float:
-    if step < recipe.warmup_steps:
-        return (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / max(1, recipe.num_steps - recipe.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
-def _iter_batches(
-    pieces: list[CodeChat], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
-) -> Iterator[Tensor]:
-    """Yield `num_steps` batches [B, T + 1], shuffling the chats anew for every epoch."""
-    bos = str(tokenizer.bos_token)
-    texts = [render_chat(piece, bos) for piece in pieces]
-    chats = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    rng = random.Random(recipe.seed)
-    width = recipe.train_length + 1
-    need = recipe.batch_size * width
-    stream: list[int] = []
-    for _ in range(recipe.num_steps):
-        while len(stream) < need:
-            rng.shuffle(chats)
-            stream += [token for chat in chats for token in chat]
-        yield torch.tensor(stream[:need]).view(recipe.batch_size, width)
-        stream = stream[need:]
-
-
-def answer_prompts(
-    target: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    pieces: list[CodeChat],
-    recipe: Recipe,
-    progress: bool,
-) -> list[str]:
-    """Answer every prompt with the target's own greedy text, left-padded in batches."""
-    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].prompt))
-    answers = [""] * len(pieces)
-    bar = tqdm(total=len(pieces), desc="answering", unit="prompt", disable=not progress)
-    with bar:
-        for start in range(0, len(order), recipe.generate_batch_size):
-            chosen = order[start : start + recipe.generate_batch_size]
-            batch = _encode_prompts(tokenizer, [pieces[i].prompt for i in chosen])
-            ids = _generate_answers(target, batch, recipe)[:, batch["input_ids"].shape[1] :]
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            for i, text in zip(chosen, texts, strict=True):
-                answers[i] = text
-            bar.update(len(chosen))
-    return answers
-
-
-def _encode_prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        for prompt in prompts
-    ]
-    return tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-
-
-@torch.no_grad()
-def _generate_answers(target: LlamaForCausalLM, batch: BatchEncoding, recipe: Recipe) -> Tensor:
-    return target.generate(  # type: ignore[misc, return-value]
-        **batch, max_new_tokens=recipe.max_new_tokens, do_sample=False
-    )
-
-
-SPECIAL_TOKENS = ("<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
-
-
-CHAT_TEMPLATE = """\
-{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>
-' }}{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{{ '
-' }}{% else %}{{ '<|' + m['role'] + '|>
-' + m['content'] + '<|end|>
-' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
-' }}{% endif %}"""
-
-
-CATEGORIES = ("function", "method", "class", "module")
-
-
-_FEWEST_PROMPT_TOKENS = 8
-
-
-# A line break is always a separate token: the one after <|assistant|> must not merge with the
-# indentation at the start of an answer, or prompts would end within a token.
-_WORDS = r"\n| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|[^\S\n]+(?!\S)|[^\S\n]+"
-
-
-_EXCLUDED = {
-    "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
-    "_vendor", "site-packages", "test", "tests",
-}  # fmt: skip
-
-
-PACKAGES = {
-    "accelerate": "Apache-2.0", "datasets": "Apache-2.0", "filelock": "MIT", "fontTools": "MIT",
-    "fsspec": "BSD-3-Clause", "huggingface_hub": "Apache-2.0", "hydra": "MIT",
-    "jinja2": "BSD-3-Clause", "networkx": "BSD-3-Clause", "numpy": "BSD-3-Clause",
-    "omegaconf": "BSD-3-Clause", "pandas": "BSD-3-Clause", "peft": "Apache-2.0", "pip": "MIT",
-    "pydantic": "MIT", "requests": "Apache-2.0", "rich": "MIT", "setuptools": "MIT",
-    "trio": "MIT OR Apache-2.0",
-}  # fmt: skip
-"""Installed packages whose source the target reads beside the standard library's, by licence."""
-
-
-_FEWEST_BYTES = 3.6
-"""A piece with fewer compressed bytes per ten than this is a table, and teaches repetition."""
-
-
-_CONSTRUCT = re.compile(r" *(?:@|(?:async )?def |class )")
-
-
-_HELD_OUT_IN = 10  # one file of ten
-
-
-_MIN_FILES = 50
-
-
-@dataclass(frozen=True)
-class SourceFiles:
-    """Standard-library files, sorted, split so that no file is on both sides."""
-
-    root: Path
-    train: list[str]
-    held_out: list[str]
-
-
-def find_source_files(num_files: int | None = None) -> SourceFiles:
-    """List the standard library's own modules.
-
-    A file's side depends only on its name, so that all Python versions agree on it.
-
-    Args:
-        num_files: number of files to keep, evenly spread; unset keeps all.
-
-    Raises:
-        InputError: this Python has no source files.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
-        if _EXCLUDED.isdisjoint(path.relative_to(root).parts)
-        and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata"))
-    )
-    if len(names) < _MIN_FILES:
-        raise InputError(
-            f"{root}: has {len(names)} source files of the standard library, but the embedded "
-            f"default needs {_MIN_FILES}; set target.path and data.path, or use a Python with its "
-            "source"
-        )
-    sides: tuple[list[str], list[str]] = [], []
-    for name in _spread_names(names, num_files):
-        digest = hashlib.sha256(name.encode()).digest()
-        sides[int.from_bytes(digest[:4]) % _HELD_OUT_IN == 0].append(name)
-    return SourceFiles(root, *sides)
-
-
-def _spread_names(names: list[str], count: int | None) -> list[str]:
-    return names if count is None else names[:: max(1, len(names) // count)][:count]
-
-
-def find_packages(num_files: int | None = None) -> SourceFiles:
-    """List the modules of `PACKAGES`, all for training.
-
-    Args:
-        num_files: number of files to keep, evenly spread; unset keeps all.
-
-    Raises:
-        InputError: a package is not installed.
-    """
-    names: list[str] = []
-    for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            raise InputError(f"{package}: not installed; run `make setup`, which installs it")
-        folder = Path(spec.origin).parent
-        root = folder.parent
-        paths = (path.relative_to(root) for path in folder.rglob("*.py"))
-        names += sorted(path.as_posix() for path in paths if _EXCLUDED.isdisjoint(path.parts))
-    return SourceFiles(root, _spread_names(names, num_files), [])
-
-
-def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
-    """Read files as UTF-8; skip the few with another encoding."""
-    texts = {}
-    for name in names:
-        try:
-            texts[name] = (files.root / name).read_text(encoding="utf-8").expandtabs()
-        except UnicodeDecodeError:
-            continue
-    return texts
-
-
-def iter_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
-    """Cut a file into chats: at every def and class, and within those above `max_chars`.
-
-    Skips blocks of fewer than three lines, tables, and comment lines: licence headers and rulers
-    teach a small model to repeat `#` without end.
-    """
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    starts = [0]
-    for i, line in enumerate(lines):
-        if _CONSTRUCT.match(line) and not (i and lines[i - 1].lstrip().startswith("@")):
-            starts.append(i)
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        category = _find_category(lines[start:end])
-        for block in _iter_blocks(lines[start:end], max_chars):
-            clean = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
-            # The user's part: about a third, at least to the end of the first line that is no
-            # decorator, at most eight lines.
-            head = next((i for i, x in enumerate(clean) if not x.startswith("@")), 0)
-            cut = max(head + 1, min(len(clean) // 3, 8))
-            code = "\n".join(clean).encode()
-            table = len(code) >= 200 and 10 * len(zlib.compress(code)) < _FEWEST_BYTES * len(code)
-            if len(clean) > max(cut, 2) and not table:
-                prompt, continuation = "\n".join(clean[:cut]), "\n".join(clean[cut:])
-                yield CodeChat(category, file, prompt.rstrip(), continuation)
-            category = "body"
-
-
-def _find_category(block: list[str]) -> str:
-    if not block or not _CONSTRUCT.match(block[0]):
-        return "module"
-    head = next((line for line in block if not line.lstrip().startswith("@")), block[0])
-    if head.lstrip().startswith("class "):
-        return "class"
-    return "method" if head.startswith(" ") else "function"
-
-
-def _iter_blocks(lines: list[str], max_chars: int) -> Iterator[list[str]]:
-    block: list[str] = []
-    size = 0
-    for line in lines:
-        if block and size + len(line.strip()) > max_chars:
-            yield block
-            block, size = [], 0
-        block.append(line.rstrip()[: max_chars // 2])
-        size += len(line.strip()) + 1
-    yield block
-
-
-def choose_prompts(
-    pieces: list[CodeChat],
-    count: int,
-    tokenizer: PreTrainedTokenizerFast,
-    max_prompt_tokens: int,
-    rng: random.Random,
-) -> list[CodeChat]:
-    """Choose prompts in equal shares of the categories, in turn, short enough and distinct."""
-    lengths = tokenizer([p.prompt for p in pieces], add_special_tokens=False)["input_ids"]
-    unique = {
-        piece.prompt: piece
-        for piece, ids in zip(pieces, lengths, strict=True)
-        if _FEWEST_PROMPT_TOKENS <= len(ids) <= max_prompt_tokens
-    }
-    columns = [[p for p in unique.values() if p.category == name] for name in CATEGORIES]
-    for column in columns:
-        rng.shuffle(column)
-    in_turn = [p for row in zip_longest(*columns) for p in row if p is not None]
-    return in_turn[:count]
-
-
-def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with the chat template on `texts`."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<|endoftext|>",
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        extra_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=max_length,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def render_chat(piece: CodeChat, bos: str) -> str:
-    """Render a piece as the chat template does; a test checks that both agree."""
-    return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"
-
-
-STDLIB_EPOCHS = 3
-"""Times that the standard library is read per reading of the packages, as prompts are like it."""
 
 
 def make_embedded(folder: Path, recipe: Recipe, progress: bool = True) -> None:
@@ -608,6 +194,398 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     """Write a line of JSON for each row."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """Standard-library files, sorted, split so that no file is on both sides."""
+
+    root: Path
+    train: list[str]
+    held_out: list[str]
+
+
+def find_source_files(num_files: int | None = None) -> SourceFiles:
+    """List the standard library's own modules.
+
+    A file's side depends only on its name, so that all Python versions agree on it.
+
+    Args:
+        num_files: number of files to keep, evenly spread; unset keeps all.
+
+    Raises:
+        InputError: this Python has no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if _EXCLUDED.isdisjoint(path.relative_to(root).parts)
+        and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata"))
+    )
+    if len(names) < _MIN_FILES:
+        raise InputError(
+            f"{root}: has {len(names)} source files of the standard library, but the embedded "
+            f"default needs {_MIN_FILES}; set target.path and data.path, or use a Python with its "
+            "source"
+        )
+    sides: tuple[list[str], list[str]] = [], []
+    for name in _spread_names(names, num_files):
+        digest = hashlib.sha256(name.encode()).digest()
+        sides[int.from_bytes(digest[:4]) % _HELD_OUT_IN == 0].append(name)
+    return SourceFiles(root, *sides)
+
+
+def find_packages(num_files: int | None = None) -> SourceFiles:
+    """List the modules of `PACKAGES`, all for training.
+
+    Args:
+        num_files: number of files to keep, evenly spread; unset keeps all.
+
+    Raises:
+        InputError: a package is not installed.
+    """
+    names: list[str] = []
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise InputError(f"{package}: not installed; run `make setup`, which installs it")
+        folder = Path(spec.origin).parent
+        root = folder.parent
+        paths = (path.relative_to(root) for path in folder.rglob("*.py"))
+        names += sorted(path.as_posix() for path in paths if _EXCLUDED.isdisjoint(path.parts))
+    return SourceFiles(root, _spread_names(names, num_files), [])
+
+
+def _spread_names(names: list[str], count: int | None) -> list[str]:
+    return names if count is None else names[:: max(1, len(names) // count)][:count]
+
+
+def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
+    """Read files as UTF-8; skip the few with another encoding."""
+    texts = {}
+    for name in names:
+        try:
+            texts[name] = (files.root / name).read_text(encoding="utf-8").expandtabs()
+        except UnicodeDecodeError:
+            continue
+    return texts
+
+
+@dataclass(frozen=True)
+class CodeChat:
+    """One chat: the start of a piece of source, and its continuation."""
+
+    category: str
+    """function, method, class, module, or body for a later part of a long one."""
+    file: str
+    """Path inside the standard library."""
+    prompt: str
+    continuation: str
+
+
+def iter_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
+    """Cut a file into chats: at every def and class, and within those above `max_chars`.
+
+    Skips blocks of fewer than three lines, tables, and comment lines: licence headers and rulers
+    teach a small model to repeat `#` without end.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    starts = [0]
+    for i, line in enumerate(lines):
+        if _CONSTRUCT.match(line) and not (i and lines[i - 1].lstrip().startswith("@")):
+            starts.append(i)
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        category = _find_category(lines[start:end])
+        for block in _iter_blocks(lines[start:end], max_chars):
+            clean = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
+            # The user's part: about a third, at least to the end of the first line that is no
+            # decorator, at most eight lines.
+            head = next((i for i, x in enumerate(clean) if not x.startswith("@")), 0)
+            cut = max(head + 1, min(len(clean) // 3, 8))
+            code = "\n".join(clean).encode()
+            table = len(code) >= 200 and 10 * len(zlib.compress(code)) < _FEWEST_BYTES * len(code)
+            if len(clean) > max(cut, 2) and not table:
+                prompt, continuation = "\n".join(clean[:cut]), "\n".join(clean[cut:])
+                yield CodeChat(category, file, prompt.rstrip(), continuation)
+            category = "body"
+
+
+def _find_category(block: list[str]) -> str:
+    if not block or not _CONSTRUCT.match(block[0]):
+        return "module"
+    head = next((line for line in block if not line.lstrip().startswith("@")), block[0])
+    if head.lstrip().startswith("class "):
+        return "class"
+    return "method" if head.startswith(" ") else "function"
+
+
+def _iter_blocks(lines: list[str], max_chars: int) -> Iterator[list[str]]:
+    block: list[str] = []
+    size = 0
+    for line in lines:
+        if block and size + len(line.strip()) > max_chars:
+            yield block
+            block, size = [], 0
+        block.append(line.rstrip()[: max_chars // 2])
+        size += len(line.strip()) + 1
+    yield block
+
+
+def choose_prompts(
+    pieces: list[CodeChat],
+    count: int,
+    tokenizer: PreTrainedTokenizerFast,
+    max_prompt_tokens: int,
+    rng: random.Random,
+) -> list[CodeChat]:
+    """Choose prompts in equal shares of the categories, in turn, short enough and distinct."""
+    lengths = tokenizer([p.prompt for p in pieces], add_special_tokens=False)["input_ids"]
+    unique = {
+        piece.prompt: piece
+        for piece, ids in zip(pieces, lengths, strict=True)
+        if _FEWEST_PROMPT_TOKENS <= len(ids) <= max_prompt_tokens
+    }
+    columns = [[p for p in unique.values() if p.category == name] for name in CATEGORIES]
+    for column in columns:
+        rng.shuffle(column)
+    in_turn = [p for row in zip_longest(*columns) for p in row if p is not None]
+    return in_turn[:count]
+
+
+def render_chat(piece: CodeChat, bos: str) -> str:
+    """Render a piece as the chat template does; a test checks that both agree."""
+    return f"{bos}<|user|>\n{piece.prompt}<|end|>\n<|assistant|>\n{piece.continuation}<|end|>\n"
+
+
+def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with the chat template on `texts`."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|endoftext|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_target(
+    pieces: list[CodeChat],
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+    progress: bool,
+) -> LlamaForCausalLM:
+    """Train a Llama-type model from scratch on packed chats, with the loss on every token."""
+    torch.manual_seed(recipe.seed)
+    tokens = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    config = LlamaConfig(
+        vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size, num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads, num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.hidden_size // recipe.num_heads,
+        max_position_embeddings=recipe.max_position_embeddings, tie_word_embeddings=False, **tokens,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config)
+    target.generation_config = GenerationConfig(**tokens)
+    # Muon for the matrices of the blocks (about half the tokens for the same loss); others AdamW.
+    blocks = [p for p in target.model.layers.parameters() if p.ndim == 2]
+    taken = {id(p) for p in blocks}
+    others = [p for p in target.parameters() if id(p) not in taken]
+    rate = recipe.learning_rate
+    optimizers = [
+        torch.optim.Muon(blocks, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: _learning_rate_factor(step, recipe))
+        for o in optimizers
+    ]
+    bar = tqdm(
+        total=recipe.num_steps * recipe.batch_size * recipe.train_length,
+        desc="training the target", unit="tok", unit_scale=True, disable=not progress,
+    )  # fmt: skip
+    loss = torch.tensor(math.nan)
+    with bar:
+        for rows in _iter_batches(pieces, tokenizer, recipe):  # rows: [B, T + 1]
+            with _make_autocast():
+                logits = target(rows[:, :-1], use_cache=False).logits  # [B, T, V]
+            loss = cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+            target.zero_grad()
+            bar.update(rows[:, 1:].numel())
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    if not math.isfinite(loss.item()):
+        raise RuntimeError(f"the embedded target's training ended with loss {loss.item()}")
+    return target.eval()
+
+
+def _iter_batches(
+    pieces: list[CodeChat], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
+) -> Iterator[Tensor]:
+    """Yield `num_steps` batches [B, T + 1], shuffling the chats anew for every epoch."""
+    bos = str(tokenizer.bos_token)
+    texts = [render_chat(piece, bos) for piece in pieces]
+    chats = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    rng = random.Random(recipe.seed)
+    width = recipe.train_length + 1
+    need = recipe.batch_size * width
+    stream: list[int] = []
+    for _ in range(recipe.num_steps):
+        while len(stream) < need:
+            rng.shuffle(chats)
+            stream += [token for chat in chats for token in chat]
+        yield torch.tensor(stream[:need]).view(recipe.batch_size, width)
+        stream = stream[need:]
+
+
+def unlearn_loops(
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    pieces: list[CodeChat],
+    recipe: Recipe,
+    progress: bool,
+) -> None:
+    """Teach a target not to repeat itself: it distils itself, without repeated tokens.
+
+    Each step answers prompts greedily. At every token of the answers the teacher is the original
+    target, without the tokens that would end a run of `LOOP` tokens seen earlier in the answer.
+    Unlikelihood (arXiv 1908.04319) was tried first and destroyed the sense of the answers.
+    """
+    rng = random.Random(recipe.seed)
+    teacher = copy.deepcopy(target)
+    optimizer = torch.optim.AdamW(
+        target.parameters(), lr=recipe.loop_learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    steps = replace(recipe, num_steps=recipe.num_loop_steps, warmup_steps=10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _learning_rate_factor(step, steps)
+    )
+    short = [p.prompt for p in pieces if len(p.prompt) < 2 * recipe.max_prompt_tokens]
+    bar = tqdm(total=steps.num_steps, desc="unlearning loops", unit="step", disable=not progress)
+    with bar:
+        for _ in range(steps.num_steps):
+            batch = _encode_prompts(tokenizer, rng.sample(short, recipe.loop_batch_size))
+            with _make_autocast():
+                ids = _generate_answers(target, batch, recipe)  # [B, T]
+            first = batch["input_ids"].shape[1]
+            answered = torch.zeros_like(ids, dtype=torch.bool)
+            loops = []
+            for row, padded in enumerate(ids[:, first:].tolist()):
+                ended = [*padded, tokenizer.eos_token_id].index(tokenizer.eos_token_id)
+                answer = padded[: ended + 1]
+                answered[row, first : first + len(answer)] = True
+                for place, tokens in enumerate(find_loop_tokens(answer), first - 1):
+                    loops += [(row, place, token) for token in tokens]
+            real = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, first:])], dim=1)
+            positions = (real.cumsum(1) - 1).clamp(min=0)
+            places = {"attention_mask": real[:, :-1], "position_ids": positions[:, :-1]}
+            with _make_autocast():
+                with torch.no_grad():
+                    teacher_logits = teacher(ids[:, :-1], **places, use_cache=False).logits.float()
+                logits = target(ids[:, :-1], **places, use_cache=False).logits.float()
+            if loops:
+                teacher_logits[tuple(torch.tensor(loops).T)] = -math.inf
+            loss = kl_div(
+                logits[answered[:, 1:]].log_softmax(-1),
+                teacher_logits[answered[:, 1:]].softmax(-1),
+                reduction="batchmean",
+            )
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            target.zero_grad()
+            bar.update()
+            bar.set_postfix(kl=f"{loss.item():.3f}", refresh=False)
+
+
+def find_loop_tokens(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
+    """Forbidden tokens per place: those that would complete `length` tokens seen before."""
+    after: dict[tuple[int, ...], set[int]] = {}
+    forbidden = []
+    for place, token in enumerate(token_ids):
+        before = tuple(token_ids[max(0, place - length + 1) : place])
+        known = after.setdefault(before, set()) if len(before) == length - 1 else set()
+        forbidden.append(set(known))
+        known.add(token)
+    return forbidden
+
+
+def _learning_rate_factor(step: int, recipe: Recipe) -> float:
+    if step < recipe.warmup_steps:
+        return (step + 1) / recipe.warmup_steps
+    done = (step - recipe.warmup_steps) / max(1, recipe.num_steps - recipe.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def _make_autocast() -> torch.autocast:
+    """Autocast for one forward pass; its weights stay cast until the pass ends."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
+
+
+def answer_prompts(
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    pieces: list[CodeChat],
+    recipe: Recipe,
+    progress: bool,
+) -> list[str]:
+    """Answer every prompt with the target's own greedy text, left-padded in batches."""
+    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].prompt))
+    answers = [""] * len(pieces)
+    bar = tqdm(total=len(pieces), desc="answering", unit="prompt", disable=not progress)
+    with bar:
+        for start in range(0, len(order), recipe.generate_batch_size):
+            chosen = order[start : start + recipe.generate_batch_size]
+            batch = _encode_prompts(tokenizer, [pieces[i].prompt for i in chosen])
+            ids = _generate_answers(target, batch, recipe)[:, batch["input_ids"].shape[1] :]
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            for i, text in zip(chosen, texts, strict=True):
+                answers[i] = text
+            bar.update(len(chosen))
+    return answers
+
+
+def _encode_prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        for prompt in prompts
+    ]
+    return tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+
+
+@torch.no_grad()
+def _generate_answers(target: LlamaForCausalLM, batch: BatchEncoding, recipe: Recipe) -> Tensor:
+    return target.generate(  # type: ignore[misc, return-value]
+        **batch, max_new_tokens=recipe.max_new_tokens, do_sample=False
+    )
 
 
 if __name__ == "__main__":

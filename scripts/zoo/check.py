@@ -72,6 +72,7 @@ from train.medusa import MedusaObjective
 from train.objective import Objective
 
 CPU = torch.device("cpu")
+PROCESSES = multiprocessing.get_context("forkserver")
 PROMPT_LENGTHS = (40, 53, 61, 70)
 NUM_NEW = 48
 NUM_UPDATES = 16
@@ -94,6 +95,126 @@ SHAPES = (
 
 YES = "yes"
 COLUMNS = ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "replay")
+HEADINGS = {
+    "medusa": "Medusa", "eagle": "EAGLE-3.1", "replay": "replay = decode",
+}  # fmt: skip
+STATES = ("works", "works with chains", "refused", "differs", "fails", "not made")
+
+Results = dict[str, dict[str, Any]]
+"""Result of a check, by model type."""
+
+
+def main(config: TargetsRun) -> None:
+    """Print how many work; write `targets.md` and `targets.json`."""
+    names = choose_model_types(config.model_types)
+    out_dir = Path(config.out_dir)
+    try:
+        (out_dir / "found").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
+    targets = [name for name in names if name not in NO_TARGET]
+    left = [name for name in targets if not result_at(out_dir, name).is_file()]
+    if left:
+        PROCESSES.set_forkserver_preload(["scripts.zoo.check"])
+    with tqdm(left, unit="model type") as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            check_in_process(out_dir, name, config.timeout)
+    results = {
+        n: json.loads(result_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET
+    }
+    left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
+    content = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "counts": count_states(results),
+        "found": {
+            name: {key: value for key, value in result.items() if key != "traceback"}
+            for name, result in results.items()
+        },
+        "no_target": left_out,
+    }
+    write_atomically(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(out_dir / "targets.md", build_table(results, left_out))
+    print(format_counts(results))
+    print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
+
+
+def choose_model_types(names: list[str]) -> list[str]:
+    """Model types to check.
+
+    Raises:
+        InputError: transformers has no such causal or image-text-to-text model.
+    """
+    known = model_types()
+    for name in names:
+        if name not in known:
+            raise InputError(f"model_types: {name} is unknown; allowed: {known}")
+    return names or known
+
+
+def result_at(out_dir: Path, name: str) -> Path:
+    """File with the result of one model type."""
+    return out_dir / "found" / f"{name}.json"
+
+
+def check_in_process(out_dir: Path, name: str, timeout: float) -> None:
+    """Check a model type in a separate process, which may crash or hang."""
+    log = out_dir / "found" / f"{name}.log"
+    process = PROCESSES.Process(target=check_one, args=(name, out_dir, log))
+    process.start()
+    process.join(timeout)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        why = f"took more than {timeout:g} s"
+    elif not result_at(out_dir, name).is_file():
+        why = f"its process ended with code {process.exitcode}"
+    else:
+        log.unlink(missing_ok=True)
+        return
+    result = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
+    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+
+
+def check_one(name: str, out_dir: Path, log: Path) -> None:
+    """Make a target, check it and write the result, in a separate process."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # matrices this small take longer with more
+    try:
+        folder = make_tiny_target(name, out_dir / "made")
+    except Exception as error:  # noqa: BLE001 any error of transformers
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
+    else:
+        result = {**check_target(folder), "made": json.loads((folder / MADE_FILE).read_text())}
+    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+
+
+def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
+    """Run all checks of one tiny target.
+
+    Args:
+        folder: folder from `scripts.zoo.tiny_targets.tiny_target`.
+        heads: also train and replay some heads.
+
+    Returns:
+        JSON content: `Findings` and their state.
+    """
+    findings = Findings(str(folder))
+    config = TargetConfig(path=str(folder))
+    with findings.open_column("loads"):
+        load_model(config, load_config_and_tokenizer(config)[0], torch.float32, CPU)
+    if findings.has_passed("loads"):
+        with findings.open_column("check"):
+            target = load_target(config, CPU)
+        if findings.has_passed("check"):
+            _Checks(target, findings).run_columns(heads)
+    kept = {name: value for name, value in asdict(findings).items() if name != "folder"}
+    return {"state": findings.state, **kept}
 
 
 @dataclass
@@ -151,27 +272,9 @@ class Differs(Exception):  # noqa: N818 a measured result, not an error of ours
     """Texts or steps differ from the expected ones."""
 
 
-def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
-    """Run all checks of one tiny target.
-
-    Args:
-        folder: folder from `scripts.zoo.tiny_targets.tiny_target`.
-        heads: also train and replay some heads.
-
-    Returns:
-        JSON content: `Findings` and their state.
-    """
-    findings = Findings(str(folder))
-    config = TargetConfig(path=str(folder))
-    with findings.open_column("loads"):
-        load_model(config, load_config_and_tokenizer(config)[0], torch.float32, CPU)
-    if findings.has_passed("loads"):
-        with findings.open_column("check"):
-            target = load_target(config, CPU)
-        if findings.has_passed("check"):
-            _Checks(target, findings).run_columns(heads)
-    kept = {name: value for name, value in asdict(findings).items() if name != "folder"}
-    return {"state": findings.state, **kept}
+def _format_error_line(error: BaseException, folder: str) -> str:
+    """Put an error on one line."""
+    return " ".join(str(error).replace(folder, Path(folder).name).split())[:300]
 
 
 class _Checks:
@@ -311,26 +414,6 @@ class _Checks:
                 raise Differs(f"{name}, from pass {place} of {len(told)}")
 
 
-class VaryingTreeOracle(Oracle):
-    """Trees of another shape for every text and place, like dynamic trees."""
-
-    @property
-    def static_nodes(self) -> int | None:
-        """None: every text has another number."""
-        return None
-
-    def propose(self, roots: Roots) -> Draft:
-        """Propose one of SHAPES for each text."""
-        assert self.places is not None
-        rows, parents, device = [], [], roots.tokens.device
-        for (number, text), place in zip(self.texts, self.places.tolist(), strict=True):
-            self.tree = SHAPES[(number + place) % len(SHAPES)]
-            rows.append(self._draw_tree_tokens(number, text, place))
-            parents.append(list(self.tree.parents[1:]))
-        depth = max(shape.depth for shape in SHAPES)
-        return Draft(to_device(parents, device), to_device(rows, device), depth)
-
-
 def _train_head(objective: Objective, data: PackedDataset) -> None:
     """Train for a few updates on one batch.
 
@@ -356,120 +439,24 @@ def _train_head(objective: Objective, data: PackedDataset) -> None:
     objective.head.eval()
 
 
-def _format_error_line(error: BaseException, folder: str) -> str:
-    """Put an error on one line."""
-    return " ".join(str(error).replace(folder, Path(folder).name).split())[:300]
+class VaryingTreeOracle(Oracle):
+    """Trees of another shape for every text and place, like dynamic trees."""
 
+    @property
+    def static_nodes(self) -> int | None:
+        """None: every text has another number."""
+        return None
 
-PROCESSES = multiprocessing.get_context("forkserver")
-HEADINGS = {
-    "medusa": "Medusa", "eagle": "EAGLE-3.1", "replay": "replay = decode",
-}  # fmt: skip
-STATES = ("works", "works with chains", "refused", "differs", "fails", "not made")
-Results = dict[str, dict[str, Any]]
-"""Result of a check, by model type."""
-
-
-def main(config: TargetsRun) -> None:
-    """Print how many work; write `targets.md` and `targets.json`."""
-    names = choose_model_types(config.model_types)
-    out_dir = Path(config.out_dir)
-    try:
-        (out_dir / "found").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
-    targets = [name for name in names if name not in NO_TARGET]
-    left = [name for name in targets if not result_at(out_dir, name).is_file()]
-    if left:
-        PROCESSES.set_forkserver_preload(["scripts.zoo.check"])
-    with tqdm(left, unit="model type") as bar:
-        for name in bar:
-            bar.set_postfix_str(name)
-            check_in_process(out_dir, name, config.timeout)
-    results = {
-        n: json.loads(result_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET
-    }
-    left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
-    content = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "counts": count_states(results),
-        "found": {
-            name: {key: value for key, value in result.items() if key != "traceback"}
-            for name, result in results.items()
-        },
-        "no_target": left_out,
-    }
-    write_atomically(out_dir / "targets.json", json.dumps(content, indent=1) + "\n")
-    write_atomically(out_dir / "targets.md", build_table(results, left_out))
-    print(format_counts(results))
-    print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
-
-
-def choose_model_types(names: list[str]) -> list[str]:
-    """Model types to check.
-
-    Raises:
-        InputError: transformers has no such causal or image-text-to-text model.
-    """
-    known = model_types()
-    for name in names:
-        if name not in known:
-            raise InputError(f"model_types: {name} is unknown; allowed: {known}")
-    return names or known
-
-
-def result_at(out_dir: Path, name: str) -> Path:
-    """File with the result of one model type."""
-    return out_dir / "found" / f"{name}.json"
-
-
-def check_in_process(out_dir: Path, name: str, timeout: float) -> None:
-    """Check a model type in a separate process, which may crash or hang."""
-    log = out_dir / "found" / f"{name}.log"
-    process = PROCESSES.Process(target=check_one, args=(name, out_dir, log))
-    process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        why = f"took more than {timeout:g} s"
-    elif not result_at(out_dir, name).is_file():
-        why = f"its process ended with code {process.exitcode}"
-    else:
-        log.unlink(missing_ok=True)
-        return
-    result = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
-    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
-
-
-def check_one(name: str, out_dir: Path, log: Path) -> None:
-    """Make a target, check it and write the result, in a separate process."""
-    for descriptor in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # matrices this small take longer with more
-    try:
-        folder = make_tiny_target(name, out_dir / "made")
-    except Exception as error:  # noqa: BLE001 any error of transformers
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
-    else:
-        result = {**check_target(folder), "made": json.loads((folder / MADE_FILE).read_text())}
-    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
-
-
-def count_states(results: Results) -> dict[str, int]:
-    """Number of model types in each state."""
-    numbers = Counter(result["state"] for result in results.values())
-    return {state: numbers[state] for state in STATES if numbers[state]}
-
-
-def format_counts(results: Results) -> str:
-    """Summarise on one line how many work, are refused and so on."""
-    parts = ", ".join(f"{number} {state}" for state, number in count_states(results).items())
-    return f"{len(results)} model types of transformers {transformers.__version__}: {parts}"
+    def propose(self, roots: Roots) -> Draft:
+        """Propose one of SHAPES for each text."""
+        assert self.places is not None
+        rows, parents, device = [], [], roots.tokens.device
+        for (number, text), place in zip(self.texts, self.places.tolist(), strict=True):
+            self.tree = SHAPES[(number + place) % len(SHAPES)]
+            rows.append(self._draw_tree_tokens(number, text, place))
+            parents.append(list(self.tree.parents[1:]))
+        depth = max(shape.depth for shape in SHAPES)
+        return Draft(to_device(parents, device), to_device(rows, device), depth)
 
 
 def build_table(results: Results, left_out: dict[str, str]) -> str:
@@ -521,6 +508,18 @@ def format_reason(result: dict[str, Any]) -> str:
         if result["columns"].get(name, "yes") != "yes"
     ]
     return "; ".join(dict.fromkeys(reasons))
+
+
+def format_counts(results: Results) -> str:
+    """Summarise on one line how many work, are refused and so on."""
+    parts = ", ".join(f"{number} {state}" for state, number in count_states(results).items())
+    return f"{len(results)} model types of transformers {transformers.__version__}: {parts}"
+
+
+def count_states(results: Results) -> dict[str, int]:
+    """Number of model types in each state."""
+    numbers = Counter(result["state"] for result in results.values())
+    return {state: numbers[state] for state in STATES if numbers[state]}
 
 
 if __name__ == "__main__":

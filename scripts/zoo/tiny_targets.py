@@ -26,6 +26,102 @@ from transformers.models.auto.modeling_auto import (
 
 from scripts.embedded.make import train_tokenizer
 
+MADE_FILE = "made.json"
+LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 4, 64, 4, 16, 320
+WINDOW, CHUNK, SWITCH, CONTEXT = 12, 8, 64, 512
+EOS, BOS, PAD = 5, 0, 1
+"""Special tokens, as in the tokenizer of the embedded default."""
+TOKENS = ("token_id", "token_index", "token_ids")
+"""Endings of the names of settings that hold token ids."""
+NUM_TOKENS = 290
+"""Number of ids in the tokenizer; images, audio and so on have larger ids."""
+FIRST_OTHER = 300
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
+PROMPT = torch.arange(20, 44).unsqueeze(0)
+TEXT = ("def read(path):\n    return open(path).read()\n", "class Reader:\n    lines = 0\n")
+WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
+"""Gain of a matrix (its output's deviation over its input's) and deviation of embeddings. The first
+pair that gives suitable texts is used. With large tied embeddings a token predicts itself."""
+DISTINCT, REACH = 8, 0.05
+"""Distinct tokens and reach of suitable texts: see `judged`."""
+AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
+"""Decay rates, which must keep their size."""
+TIMM = {"gemma3n_vision", "timm_wrapper"}
+
+_NAMES = (
+    (LAYERS, """
+        num_hidden_layers n_layer num_layers n_layers layers max_window_layers num_blocks
+        conf_num_hidden_layers num_local_experts n_routed_experts num_experts
+        moe_num_experts num_attention_heads num_heads n_head n_heads attention_heads
+        encoder_attention_heads swa_num_attention_heads num_sliding_attention_heads
+        linear_num_value_heads linear_num_heads index_n_heads zero_expert_num
+        conf_num_attention_heads resampler_heads resampler_n_heads n_mamba_heads
+    """),
+    (HIDDEN, """
+        hidden_size d_model n_embd out_hidden_size embed_dim embedding_dim projection_dim
+        attention_hidden_size lru_width word_embed_proj_dim encoder_hidden_size
+        text_hidden_size projector_hidden_size vision_output_dim projector_input_dim
+        projector_output_dim projection_hidden_size projection_hidden_dim output_dim
+        patch_embed_hidden_size dim_model_base vision_hidden_size downsample_hidden_size
+        adapter_in_dim adapter_out_dim adapter_input_size image_token_embed_dim
+        mamba_d_ssm
+    """),
+    (96, """
+        intermediate_size ffn_dim dff dim_ff ffn_hidden_size mlp_dim encoder_ffn_dim
+        intermediate_size_mlp dense_intermediate_size projection_intermediate_size
+        alignment_intermediate_size conv_output_size
+    """),
+    (32, """
+        moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
+        shared_experts_intermediate_size expert_ffn_hidden_size moe_hidden_size
+        share_expert_dim moe_shared_expert_intermediate_size q_lora_rank
+        router_hidden_size o_lora_rank
+    """),
+    (HEAD_DIM, """
+        head_dim kv_channels v_head_dim qk_nope_head_dim kv_lora_rank linear_key_head_dim
+        linear_value_head_dim linear_head_dim index_head_dim swa_head_dim mamba_d_head
+        dim_head mamba_head_dim mamba_headdim index_topk hidden_size_per_layer_input
+        query_pre_attn_scalar adapter_rank laurel_rank resampler_dim_head
+        resampler_head_dim keep_window_size rel_extent block_multiple_of hc_lowrank
+    """),
+    (8, """
+        qk_rope_head_dim rotary_dim state_size mamba_d_state ssm_state_size d_rel
+        chunk_size mamba_chunk_size block_size mamba_num_heads mamba_n_heads
+        time_step_rank mamba_dt_rank attention_chunk_size gated_norm_rank latent_query_num
+        resampler_n_latents resampler_num_latents index_block_size ext_pw_out_channel
+    """),
+    (2, """
+        num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group
+        num_expert_group num_key_value_heads num_kv_heads swa_num_key_value_heads
+        linear_num_key_heads kv_n_heads n_groups mamba_n_groups n_shared_experts
+        num_shared_experts moe_num_shared_experts depth encoder_layers num_query_groups
+        index_topk_blocks resampler_depth insert_layer_id
+    """),
+    (1, """
+        topk_group first_k_dense_replace num_dense_layers moe_layer_start_index
+        num_global_layers num_kv_shared_layers num_nextn_predict_layers
+    """),
+    (VOCAB, """
+        vocab_size vocab_size_per_layer_input unpadded_vocab_size codebook_size
+    """),
+    (WINDOW, """
+        sliding_window sliding_window_size window_size local_attention
+        attention_window_size
+    """),
+    (SWITCH, "original_max_position_embeddings log_scaling_n_floor floor_scale"),
+    (CONTEXT, """
+        max_position_embeddings n_positions max_seq_len n_ctx context_length
+        model_max_length num_position_embeddings max_source_positions max_vit_seq_len
+    """),
+)  # fmt: skip
+TINY = {name: size for size, names in _NAMES for name in names.split()}
+# Indices of layers, which must be among the remaining layers.
+INDEXES: dict[str, Any] = {
+    "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1],
+    "global_attn_indexes": [0, 1], "intermediate_layers_indices": [0, 1],
+    "moe_layer_end_index": -1, "mlp_only_layers": [], "downsample_channels": [32, 64],
+}  # fmt: skip
+
 MAMBA_2 = {"mamba_d_head": 16, "mamba_n_heads": 8}
 SET_HEAD_DIM = {"head_dim": 16}
 QWEN_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -41,7 +137,6 @@ YARN = {
 VISION_START = {"vision_start_token_id": 310}
 SMALL_VQ = {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1]}
 FULL, SLIDING = "full_attention", "sliding_attention"
-
 _SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "recurrent layers only by default": {
         "bamba": {"attn_layer_indices": [1, 3], **MAMBA_2},
@@ -210,105 +305,6 @@ _NO_TARGET = {
 }  # fmt: skip
 NO_TARGET = {name: why for why, names in _NO_TARGET.items() for name in names.split()}
 
-LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 4, 64, 4, 16, 320
-WINDOW, CHUNK, SWITCH, CONTEXT = 12, 8, 64, 512
-EOS, BOS, PAD = 5, 0, 1
-"""Special tokens, as in the tokenizer of the embedded default."""
-TOKENS = ("token_id", "token_index", "token_ids")
-"""Endings of the names of settings that hold token ids."""
-NUM_TOKENS = 290
-"""Number of ids in the tokenizer; images, audio and so on have larger ids."""
-FIRST_OTHER = 300
-
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
-
-_NAMES = (
-    (LAYERS, """
-        num_hidden_layers n_layer num_layers n_layers layers max_window_layers num_blocks
-        conf_num_hidden_layers num_local_experts n_routed_experts num_experts
-        moe_num_experts num_attention_heads num_heads n_head n_heads attention_heads
-        encoder_attention_heads swa_num_attention_heads num_sliding_attention_heads
-        linear_num_value_heads linear_num_heads index_n_heads zero_expert_num
-        conf_num_attention_heads resampler_heads resampler_n_heads n_mamba_heads
-    """),
-    (HIDDEN, """
-        hidden_size d_model n_embd out_hidden_size embed_dim embedding_dim projection_dim
-        attention_hidden_size lru_width word_embed_proj_dim encoder_hidden_size
-        text_hidden_size projector_hidden_size vision_output_dim projector_input_dim
-        projector_output_dim projection_hidden_size projection_hidden_dim output_dim
-        patch_embed_hidden_size dim_model_base vision_hidden_size downsample_hidden_size
-        adapter_in_dim adapter_out_dim adapter_input_size image_token_embed_dim
-        mamba_d_ssm
-    """),
-    (96, """
-        intermediate_size ffn_dim dff dim_ff ffn_hidden_size mlp_dim encoder_ffn_dim
-        intermediate_size_mlp dense_intermediate_size projection_intermediate_size
-        alignment_intermediate_size conv_output_size
-    """),
-    (32, """
-        moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
-        shared_experts_intermediate_size expert_ffn_hidden_size moe_hidden_size
-        share_expert_dim moe_shared_expert_intermediate_size q_lora_rank
-        router_hidden_size o_lora_rank
-    """),
-    (HEAD_DIM, """
-        head_dim kv_channels v_head_dim qk_nope_head_dim kv_lora_rank linear_key_head_dim
-        linear_value_head_dim linear_head_dim index_head_dim swa_head_dim mamba_d_head
-        dim_head mamba_head_dim mamba_headdim index_topk hidden_size_per_layer_input
-        query_pre_attn_scalar adapter_rank laurel_rank resampler_dim_head
-        resampler_head_dim keep_window_size rel_extent block_multiple_of hc_lowrank
-    """),
-    (8, """
-        qk_rope_head_dim rotary_dim state_size mamba_d_state ssm_state_size d_rel
-        chunk_size mamba_chunk_size block_size mamba_num_heads mamba_n_heads
-        time_step_rank mamba_dt_rank attention_chunk_size gated_norm_rank latent_query_num
-        resampler_n_latents resampler_num_latents index_block_size ext_pw_out_channel
-    """),
-    (2, """
-        num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k n_group
-        num_expert_group num_key_value_heads num_kv_heads swa_num_key_value_heads
-        linear_num_key_heads kv_n_heads n_groups mamba_n_groups n_shared_experts
-        num_shared_experts moe_num_shared_experts depth encoder_layers num_query_groups
-        index_topk_blocks resampler_depth insert_layer_id
-    """),
-    (1, """
-        topk_group first_k_dense_replace num_dense_layers moe_layer_start_index
-        num_global_layers num_kv_shared_layers num_nextn_predict_layers
-    """),
-    (VOCAB, """
-        vocab_size vocab_size_per_layer_input unpadded_vocab_size codebook_size
-    """),
-    (WINDOW, """
-        sliding_window sliding_window_size window_size local_attention
-        attention_window_size
-    """),
-    (SWITCH, "original_max_position_embeddings log_scaling_n_floor floor_scale"),
-    (CONTEXT, """
-        max_position_embeddings n_positions max_seq_len n_ctx context_length
-        model_max_length num_position_embeddings max_source_positions max_vit_seq_len
-    """),
-)  # fmt: skip
-TINY = {name: size for size, names in _NAMES for name in names.split()}
-
-# Indices of layers, which must be among the remaining layers.
-INDEXES: dict[str, Any] = {
-    "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1],
-    "global_attn_indexes": [0, 1], "intermediate_layers_indices": [0, 1],
-    "moe_layer_end_index": -1, "mlp_only_layers": [], "downsample_channels": [32, 64],
-}  # fmt: skip
-
-MADE_FILE = "made.json"
-WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
-"""Gain of a matrix (its output's deviation over its input's) and deviation of embeddings. The first
-pair that gives suitable texts is used. With large tied embeddings a token predicts itself."""
-DISTINCT, REACH = 8, 0.05
-"""Distinct tokens and reach of suitable texts: see `judged`."""
-AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
-"""Decay rates, which must keep their size."""
-TIMM = {"gemma3n_vision", "timm_wrapper"}
-PROMPT = torch.arange(20, 44).unsqueeze(0)
-TEXT = ("def read(path):\n    return open(path).read()\n", "class Reader:\n    lines = 0\n")
-
 
 def model_types() -> list[str]:
     """Every model type of transformers whose model answers text with text."""
@@ -382,6 +378,11 @@ def _build_settings(config: Any) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(settings.get(name), dict)
         settings[name] = settings[name] | value if both else value
     return settings
+
+
+def _list_model_types(config: Any) -> list[str]:
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    return [config.model_type, *(name for part in parts for name in _list_model_types(part))]
 
 
 def tiny_sizes(config: Any) -> dict[str, Any]:
@@ -483,11 +484,6 @@ def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
             shares = [max(1, part * half // sum(value)) for part in value]
             scaled[name] = [*shares[:-1], half - sum(shares[:-1])]
     return scaled
-
-
-def _list_model_types(config: Any) -> list[str]:
-    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    return [config.model_type, *(name for part in parts for name in _list_model_types(part))]
 
 
 def _format_layers(text: Any) -> str:
