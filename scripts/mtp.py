@@ -132,7 +132,7 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
     targets = [
         tensor.float().mean().item()
         for file in find_weight_files(folder, "model") or []
-        for tensor in some_norms(file)
+        for tensor in iter_target_norms(file)
     ]
     if targets and median(own) - median(targets) > 0.5:
         raise InputError(
@@ -142,7 +142,7 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
         )
 
 
-def some_norms(file: Path) -> Iterator[Tensor]:
+def iter_target_norms(file: Path) -> Iterator[Tensor]:
     """Norms of the target's own layers in a file."""
     with safe_open(file, "pt") as opened:
         for name in load_tensor_table(file):

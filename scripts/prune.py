@@ -76,7 +76,7 @@ def main(config: PruneRun) -> None:
     folder = locate_head(str(config.head.path), config.head.revision)
     trained = load_json(folder / PROVENANCE) or {}
     head = load_head(str(folder), layers=config.head.layers)
-    depth = chain_depth(config, head)
+    depth = choose_chain_depth(config, head)
     check_sizes(config.sizes, head.vocab, [])
     state = processes.join_processes()
     if state.num_processes > 1:
@@ -107,7 +107,9 @@ def main(config: PruneRun) -> None:
     heads = [head.prune_vocab(vocab) for vocab in vocabs]
     heads += [load_head(str(folder), layers=config.head.layers) for _ in (*config.ranks, head)]
     ranks: list[int | None] = [*[None for _ in vocabs], *config.ranks, None]
-    costs = [attach(one, target, rank) for one, rank in zip(heads, ranks, strict=True)]
+    costs = [
+        attach_for_measuring(one, target, rank) for one, rank in zip(heads, ranks, strict=True)
+    ]
     pack_weights(target.model, target.output_head, *heads)
     measured = measure_heads(target, heads, answers, depth)
     rows = [
@@ -151,7 +153,7 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
         )
 
 
-def chain_depth(config: PruneRun, head: DraftHead) -> int:
+def choose_chain_depth(config: PruneRun, head: DraftHead) -> int:
     """Number of draft tokens of the replayed chain.
 
     Raises:
@@ -253,7 +255,9 @@ def measure_heads(
     ]
 
 
-def attach(head: DraftHead, target: Target, rank: int | None) -> dict[str, int | None]:
+def attach_for_measuring(
+    head: DraftHead, target: Target, rank: int | None
+) -> dict[str, int | None]:
     """Attach a head for measuring, and count the bytes that drafting a token reads.
 
     Args:

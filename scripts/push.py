@@ -32,7 +32,7 @@ from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upl
 from scripts.publish.model_card import (
     CardFacts,
     build_model_card,
-    copied_weights,
+    describe_copied_weights,
     is_hub_id,
     parse_hub_id,
 )
@@ -77,7 +77,7 @@ def main(config: PushRun) -> None:
             staged = repos[repo_id] / place_in_repo
             stage_export(export, staged)
             export_facts.append(verify_staged_export(export, staged, repo_id, place_in_repo))
-        copied = copied_weights(head.build_card_facts(provenance, None), export_facts)
+        copied = describe_copied_weights(head.build_card_facts(provenance, None), export_facts)
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
         notices = [
             f"[{its.name}](https://huggingface.co/{its.name}) is gated: users agree to its terms "

@@ -54,7 +54,7 @@ STORED = [
 ]
 
 
-def stored_as(
+def replace_storage(
     contents: StoreContents, state_format: StateFormat, teacher: TeacherKind
 ) -> StoreContents:
     """The same layers stored in another way."""
@@ -108,7 +108,7 @@ def measure_run_rates(
     return rates
 
 
-def speed_table(rates: dict[str, list[float]]) -> Table:
+def build_speed_table(rates: dict[str, list[float]]) -> Table:
     """Medians, and the median ratio to each of the first two runs."""
     table = Table("", "tokens/s", "of target.read", "of read and logits")
     forward, with_logits = list(rates.values())[:2]
@@ -121,12 +121,12 @@ def speed_table(rates: dict[str, list[float]]) -> Table:
     return table
 
 
-def size_table() -> Table:
+def build_size_table() -> Table:
     """Bytes per token of 3 layers, ids, documents and masks included."""
     table = Table("4,096 channels, 3 layers", "bytes/token", "KiB/token", "GiB per million tokens")
     contents = StoreContents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
     for way in STORED:
-        size = stored_as(contents, *way).bytes_per_token
+        size = replace_storage(contents, *way).bytes_per_token
         row = (f"{size:,}", f"{size / 1024:.2f}", f"{size * 1e6 / 2**30:.1f}")
         table.add_row(format_run_label(*way), *row)
     return table
@@ -172,7 +172,7 @@ def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]
     }
     with tempfile.TemporaryDirectory() as folder:
         for way in STORED:
-            plan = replace(work.plan, contents=stored_as(work.plan.contents, *way))
+            plan = replace(work.plan, contents=replace_storage(work.plan.contents, *way))
             own = replace(work, folder=Path(folder), plan=plan)
             runs[format_run_label(*way)] = partial(capture_to_disk, own, target)
         return measure_run_rates(runs, shards)
@@ -180,8 +180,8 @@ def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]
 
 def main() -> None:
     """Print both tables."""
-    Console().print(speed_table(measure_capture_rates(parse_arguments())))
-    Console().print(size_table())
+    Console().print(build_speed_table(measure_capture_rates(parse_arguments())))
+    Console().print(build_size_table())
 
 
 if __name__ == "__main__":

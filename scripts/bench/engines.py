@@ -38,8 +38,7 @@ from safetensors.torch import save_file
 
 from conf.command.clock import Stopwatch
 from conf.settings.scripts import RelayRun
-from data.servers import state_files as files
-from data.servers import state_files as relay
+from data.servers import state_files
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
@@ -154,16 +153,18 @@ class StandInHandler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
 
-def taps_of(job: dict[str, Any]) -> ServerFeatureLayers:
+def make_feature_layers(job: dict[str, Any]) -> ServerFeatureLayers:
     """The states of a job."""
     return ServerFeatureLayers(tuple(job["layers"]), max(job["layers"]), job["hidden"], None)
 
 
-def pool_of(job: dict[str, Any]) -> HiddenStatesPool:
+def open_pool(job: dict[str, Any]) -> HiddenStatesPool:
     """Open the server of a job, in a process that reads from it."""
     way = RelayFiles(job["relay"], TIMEOUT_S) if job["relay"] else None
     endpoint = Endpoint(job["url"], timeout_s=TIMEOUT_S)
-    return HiddenStatesPool([HiddenStatesClient(endpoint, taps_of(job), job["concurrency"], way)])
+    return HiddenStatesPool(
+        [HiddenStatesClient(endpoint, make_feature_layers(job), job["concurrency"], way)]
+    )
 
 
 # The other processes. Each reads a job as a line of JSON, and writes its result as another.
@@ -182,7 +183,7 @@ def serve_states(job: dict[str, Any]) -> None:
         config.port = 0
         server = RelayServer(config, None)
     else:
-        server = StandIn(taps_of(job), job["tokens_per_s"])
+        server = StandIn(make_feature_layers(job), job["tokens_per_s"])
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         send_to_parent({"url": server.url, "folder": str(server.folder)})
@@ -220,22 +221,21 @@ class FunctionTimers:
 
 
 @cache
-def measured_seconds() -> FunctionTimers:
+def start_function_timers() -> FunctionTimers:
     """Measure the parts of a reader from now on."""
-    seconds = FunctionTimers()
-    for module in (files, relay):
-        seconds.time_function(module, "load_safetensors", "copies")
+    timers = FunctionTimers()
+    timers.time_function(state_files, "load_safetensors", "copies")
     for way in (SharedFolder, RelayFiles):
-        seconds.time_function(way, "load_and_delete", "taking")
-    seconds.time_function(HiddenStatesClient, "_load_states", "collecting")
-    return seconds
+        timers.time_function(way, "load_and_delete", "taking")
+    timers.time_function(HiddenStatesClient, "_load_states", "collecting")
+    return timers
 
 
 def measure_reading(job: dict[str, Any]) -> None:
     """Read documents for some seconds; start when the next line says that all are ready."""
-    seconds = measured_seconds()
+    seconds = start_function_timers()
     document = list(range(job["length"]))
-    with pool_of(job) as pool:
+    with open_pool(job) as pool:
         for _ in pool.stream_states([document] * (3 * job["concurrency"])):
             pass  # memory is allocated and the file written by then
         send_to_parent({})
@@ -249,9 +249,9 @@ def measure_reading(job: dict[str, Any]) -> None:
 
         for states in pool.stream_states(documents()):
             num_bytes += sum(each.nbytes for each in states.values())
-        wall_s, busy_s = watch.host_seconds(), watch.processor_seconds()
+        wall_s, measure_busy_seconds = watch.host_seconds(), watch.processor_seconds()
     copies, taking, collecting = map(seconds.total_seconds, ("copies", "taking", "collecting"))
-    parts = (copies, collecting - taking, taking - copies, busy_s - collecting)
+    parts = (copies, collecting - taking, taking - copies, measure_busy_seconds - collecting)
     send_to_parent({"bytes": num_bytes, "wall_s": wall_s} | dict(zip(PARTS, parts, strict=True)))
 
 
@@ -281,7 +281,7 @@ def train_from_server(job: dict[str, Any]) -> None:
     vocab = DraftVocab.from_counts(rows.count_token_ids(VOCAB), VOCAB, [])
     objective = training.make_objective(options.head, target, vocab)
     process, memory = psutil.Process(), {}
-    with pool_of(job) as pool, tempfile.TemporaryDirectory() as folder:
+    with open_pool(job) as pool, tempfile.TemporaryDirectory() as folder:
         data = ServedSequences(rows, pool)
         ahead = count_prefetch_steps(pool, options.max_length)
         out = Path(folder) / "out"
@@ -333,7 +333,7 @@ class Worker:
             )
         return json.loads(line)
 
-    def busy_s(self) -> float:
+    def measure_busy_seconds(self) -> float:
         """Processor seconds that it used so far."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
@@ -377,17 +377,17 @@ class Workers:
             other.send_line(json.dumps(job | {"seed": rank}))
         for other in others:
             other.receive_result()
-        before = [each.busy_s() for each in servers]
+        before = [each.measure_busy_seconds() for each in servers]
         for other in others:
             other.send_line()
         found = [other.receive_result() for other in others]
-        costs = [each.busy_s() - s for each, s in zip(servers, before, strict=True)]
+        costs = [each.measure_busy_seconds() - s for each, s in zip(servers, before, strict=True)]
         for server in servers:
             server.send_line()
         return found, costs
 
 
-def read_table(options: argparse.Namespace, workers: Workers) -> str:
+def build_reading_table(options: argparse.Namespace, workers: Workers) -> str:
     """Make the table of bytes per second, and their costs."""
     header = ("states", "by", "processes", "tokens", "at once", "GB/s", *PARTS, "stand-in", "relay")
     rows = []
@@ -419,7 +419,7 @@ def print_row(row: Sequence[str]) -> None:
     print(*row, sep=" | ", file=sys.stderr, flush=True)
 
 
-def train_table(options: argparse.Namespace, workers: Workers) -> str:
+def build_training_table(options: argparse.Namespace, workers: Workers) -> str:
     """Make the table of the time that training waits."""
     header = ("head", "by", "processes", "tokens", "at once", "tokens/s of the server", "learnt")
     rows = []
@@ -427,7 +427,7 @@ def train_table(options: argparse.Namespace, workers: Workers) -> str:
         options.rates, options.heads, options.ways, options.lengths, options.concurrency,
         options.ranks,
     ):  # fmt: skip
-        job = training_of(head, length, options.steps) | {
+        job = build_training_job(head, length, options.steps) | {
             "concurrency": concurrency, "tokens_per_s": rate,
         }  # fmt: skip
         found, _ = workers.run_together(ranks, way, job)
@@ -439,17 +439,17 @@ def train_table(options: argparse.Namespace, workers: Workers) -> str:
     return build_markdown_table((*header, "waiting"), rows)
 
 
-def tell_memory(options: argparse.Namespace, workers: Workers) -> None:
+def print_memory(options: argparse.Namespace, workers: Workers) -> None:
     """Print the memory of processes that train for long."""
     steps = options.memory
     for head, way in product(options.heads, options.ways):
-        job = training_of(head, options.lengths[0], steps)
+        job = build_training_job(head, options.lengths[0], steps)
         (found,), _ = workers.run_together(1, way, job)
         early, late = (f"{size / 1e6:.0f} MB" for size in found["memory"])
         print(f"{head} by {way}: {early} at step {steps // 10}, {late} at {steps}", flush=True)
 
 
-def training_of(head: str, length: int, steps: int) -> dict[str, Any]:
+def build_training_job(head: str, length: int, steps: int) -> dict[str, Any]:
     """The job of a small head."""
     return {
         "head": head, "layers": READ[head], "hidden": HIDDEN, "length": length, "steps": steps,
@@ -508,9 +508,11 @@ def main() -> None:
     most = 1 if options.memory else max(options.ranks)
     with Workers("train" if options.train or options.memory else "read", most) as workers:
         if options.memory:
-            tell_memory(options, workers)
+            print_memory(options, workers)
         else:
-            print((train_table if options.train else read_table)(options, workers))
+            print(
+                (build_training_table if options.train else build_reading_table)(options, workers)
+            )
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ def measure_loss_costs(
     projection, output_head = (draw(vocab_size, hidden) * 2 * hidden**-0.5 for _ in range(2))
     vocab = DraftVocab.make_full(vocab_size).to(device)
     target: Any = SimpleNamespace(
-        vocab_size=vocab_size, logits=lambda states: F.linear(states, output_head)
+        vocab_size=vocab_size, compute_logits=lambda states: F.linear(states, output_head)
     )
     numbers = torch.arange(num_tokens)
     rows = SortedIndices(numbers, numbers.to(device))
@@ -366,7 +366,7 @@ def measure_unroll_costs(
     """Cost of the training-time test's attention over one text, forward and backward.
 
     Compares `branch_attention`, which training runs, `plain_attention`, which writes the scores of
-    some rows at a time, and `full_masks` over [T, J * T] scores with an explicit mask.
+    some rows at a time, and `run_unrolled_full_masks` over [T, J * T] scores with an explicit mask.
     """
     device = best_device()
     torch.manual_seed(0)
@@ -382,7 +382,7 @@ def measure_unroll_costs(
     runs = {
         "fused": partial(run, partial(run_unrolled_attention, branch_attention)),
         "plain": partial(run, partial(run_unrolled_attention, plain_branch_attention)),
-        "full": partial(run, full_masks),
+        "full": partial(run, run_unrolled_full_masks),
     }
     peaks = {name: measure_peak_bytes(call, device) for name, call in runs.items()}
     # They take turns, so that other load affects all.
@@ -407,7 +407,7 @@ def run_unrolled_attention(
     return torch.stack(outputs)
 
 
-def full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def run_unrolled_full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """[J, T, Q, d]: the same, by one softmax over all [T, (step + 1) * T] scores."""
     groups = query.shape[2] // keys.shape[2]
     diagonal = torch.eye(query.shape[1], dtype=torch.bool, device=query.device)

@@ -63,17 +63,17 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     with TemporaryDirectory() as plain:
-        laid_out(given.model, Path(plain))
+        write_as_qwen2(given.model, Path(plain))
         target = load_target(TargetConfig(path=plain, dtype=Dtype.float32), torch.device("cpu"))
         everything = DraftVocab.make_full(target.vocab_size)
         head = MtpHead.from_settings(target, MtpConfig(), everything, seed=0)
         train_target_and_head(target, head, given)
         target.model.save_pretrained(plain)
-        named_mimo(Path(plain))
+        rename_to_mimo(Path(plain))
         stitch_layer(Path(plain), head, Path(given.out))
 
 
-def laid_out(model: str, folder: Path) -> None:
+def write_as_qwen2(model: str, folder: Path) -> None:
     """Write a Llama-type model in Qwen2's layout."""
     llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     settings = {name: getattr(llama.config, name) for name in SHARED}
@@ -85,10 +85,10 @@ def laid_out(model: str, folder: Path) -> None:
     qwen.generation_config = llama.generation_config
     qwen.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    named_mimo(folder)
+    rename_to_mimo(folder)
 
 
-def named_mimo(folder: Path) -> None:
+def rename_to_mimo(folder: Path) -> None:
     """Make readers treat a folder as MiMo's, which differs from Qwen2 in the layer only."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"architectures": ["MiMoForCausalLM"]}
@@ -110,7 +110,7 @@ def train_target_and_head(target: Target, head: MtpHead, given: argparse.Namespa
     for step in (progress := tqdm(range(given.steps))):
         numbers = range(step * given.batch, (step + 1) * given.batch)
         with torch.autocast("cpu", torch.bfloat16):
-            losses = losses_of(target, head, data, numbers)
+            losses = compute_losses(target, head, data, numbers)
         (losses[0] + given.weight * losses[1]).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -120,7 +120,9 @@ def train_target_and_head(target: Target, head: MtpHead, given: argparse.Namespa
     target.model.requires_grad_(False)
 
 
-def losses_of(target: Target, head: MtpHead, data: PackedDataset, numbers: range) -> list[Tensor]:
+def compute_losses(
+    target: Target, head: MtpHead, data: PackedDataset, numbers: range
+) -> list[Tensor]:
     """Cross-entropies of the next token and of the one after it, over all tokens of documents."""
     batch = stack_sequences(data, [number % len(data) for number in numbers])
     ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()

@@ -174,7 +174,7 @@ def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) 
         token_normalizer=TokenNormalizer.supervised, output_head=OutputHead.frozen,
         teacher_temperature=1.0, learn_prompts=False,
     )  # fmt: skip
-    target = target_of(job, inputs)
+    target = make_target_parts(job, inputs)
     vocab = DraftVocab(inputs.draft_ids, job.vocab)
     head = EagleHead.from_settings(target, config, vocab, seed=0)
     _copy_weights(head, "layer.", inputs.weights)
@@ -188,12 +188,12 @@ def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from train.medusa import MedusaObjective
 
     config = MedusaConfig(num_heads=job.depth, loss_decay=1.0, labels=Labels.hard)
-    target = target_of(job, inputs)
+    target = make_target_parts(job, inputs)
     head = MedusaHead.from_target(target, job.depth, config.num_layers)
     return build_own_step(MedusaObjective(head, target, config), inputs, False)
 
 
-def target_of(job: StepJob, inputs: StepInputs) -> Any:
+def make_target_parts(job: StepJob, inputs: StepInputs) -> Any:
     """The target's embedding and output head."""
     from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 
@@ -224,7 +224,7 @@ def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTr
     return PeerTraining(objective.head.train(), loss)
 
 
-def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """Make the step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
 
     Every head gives logits at every token, [K, T, V] in all; the cross-entropy applies the mask,
@@ -232,7 +232,7 @@ def original_medusa(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """
     from heads.medusa import MedusaHead
 
-    head = MedusaHead.from_target(target_of(job, inputs), job.depth, num_layers=1)
+    head = MedusaHead.from_target(make_target_parts(job, inputs), job.depth, num_layers=1)
     hidden = inputs.hidden_states
     text = inputs.text
     labels = text["input_ids"].masked_fill(~text["loss_mask"], IGNORED)[0]
@@ -279,7 +279,7 @@ def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
         loss_fn="kl_div", loss_implementation=implementation,
         ttt_steps=job.depth, ttt_step_loss_decay=1.0,
     )  # fmt: skip
-    batch = _speculators_batch(inputs)
+    batch = _build_speculators_batch(inputs)
 
     def loss() -> Tensor:
         _draft_tokens, total, _metrics = model(**batch, **settings)
@@ -288,7 +288,7 @@ def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     return PeerTraining(model, loss)
 
 
-def _speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
+def _build_speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
     """The text as its collator packs it: each document shifted, the end padded to T."""
     from speculators.models.eagle3.data import shift_batch
 
@@ -339,8 +339,8 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
         mask_token_id=MASK, slot_gamma=GAMMA, text_weight=0.0, divergence_weight=1.0,
         off_path_weight=1.0,
     )  # fmt: skip
-    inputs = one_document(job, inputs)
-    target = target_of(job, inputs)
+    inputs = join_documents(job, inputs)
+    target = make_target_parts(job, inputs)
     # Its last hidden state has passed the final norm, so it is not read.
     target.config.num_hidden_layers = NUM_LAYERS + 1
     target.generation_config = GenerationConfig()
@@ -355,12 +355,12 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     return build_own_step(objective, inputs, compiled=False)
 
 
-def speculators_dflash(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_speculators_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     """speculators' DFlash, called as its trainer does; on a CPU like `speculators`."""
     from speculators.models.dflash import DFlashSpeculatorConfig, core
     from transformers import Qwen3Config
 
-    inputs, on_cuda = one_document(job, inputs), inputs.prenorm_states.is_cuda
+    inputs, on_cuda = join_documents(job, inputs), inputs.prenorm_states.is_cuda
     shape = Qwen3Config(
         vocab_size=job.vocab, hidden_size=job.hidden, intermediate_size=job.intermediate,
         num_hidden_layers=NUM_BLOCK_LAYERS, num_attention_heads=job.num_heads,
@@ -415,7 +415,7 @@ def _fill_alike(head: nn.Module) -> None:
             matrix.data.copy_(torch.randn(matrix.shape, generator=generator) * 0.02)
 
 
-def one_document(job: StepJob, inputs: StepInputs) -> StepInputs:
+def join_documents(job: StepJob, inputs: StepInputs) -> StepInputs:
     """The inputs with all tokens in one document, the first third of which is a prompt."""
     places = torch.arange(job.tokens, device=inputs.prenorm_states.device)[None]
     text = {
@@ -432,9 +432,9 @@ STEPS_BY_NAME: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
     "eagle3_compiled": partial(build_eagle3_step, compiled=True),
     "speculators": build_speculators_step,
     "medusa": build_medusa_step,
-    "original_medusa": original_medusa,
+    "original_medusa": build_original_medusa_step,
     "dflash": build_dflash_step,
-    "speculators_dflash": speculators_dflash,
+    "speculators_dflash": build_speculators_dflash_step,
 }
 
 

@@ -148,14 +148,14 @@ def print_predictions(target: str, names: list[str], bar: tqdm) -> None:
     plain = count_operations(bar, "none", "chain", sizes | DECODING)
     steps = [format_decoding_row("none", plain, plain)]
     for name in names:
-        for shape in shapes_of(name):
+        for shape in list_draft_shapes(name):
             step = count_operations(bar, name, shape, sizes | DECODING)
             steps.append(format_decoding_row(f"{name}, {shape}", step, plain))
     tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
     tqdm.write(build_markdown_table(STEPS, steps))
 
 
-def shapes_of(name: str) -> tuple[str, ...]:
+def list_draft_shapes(name: str) -> tuple[str, ...]:
     """Shapes of drafts; a method without a head has one."""
     if name in ALIKE:
         return ()
@@ -191,7 +191,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     names, targets = options.names, options.targets
-    of_target = sum((name in RECIPES) + len(shapes_of(name)) for name in names)
+    of_target = sum((name in RECIPES) + len(list_draft_shapes(name)) for name in names)
     num_steps = len(targets) * (of_target + 1)
     if options.save:
         num_steps = len(TRAINED) + len(DECODED) + 1

@@ -89,7 +89,7 @@ def find_process_tree(pid: int) -> list[int]:
     return [pid, *(member for child in children for member in find_process_tree(child))]
 
 
-def processor_seconds(pid: int) -> float:
+def measure_processor_seconds(pid: int) -> float:
     """Processor time of a process in all its threads; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -121,7 +121,7 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def one_at_a_time(path: str, target: str, tokens: int) -> Cost:
+def measure_row_loop(path: str, target: str, tokens: int) -> Cost:
     """Run the baseline: a loop over the rows, which stay in memory."""
     encoder = RecordEncoder(AutoTokenizer.from_pretrained(target))
     before = measure_process_memory().pss
@@ -147,9 +147,9 @@ def measure_first_start(config: DataConfig, target: str) -> Cost:
             pids = find_process_tree(os.getpid())
             sizes.append([measure_process_memory(pid).pss for pid in pids])
             for pid in pids:
-                busy[pid] = max(busy.get(pid, 0.0), processor_seconds(pid))
+                busy[pid] = max(busy.get(pid, 0.0), measure_processor_seconds(pid))
 
-    before = processor_seconds(os.getpid())
+    before = measure_processor_seconds(os.getpid())
     looking = threading.Thread(target=look)
     looking.start()
     try:
@@ -208,7 +208,7 @@ def measure_ways(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
         multiprocessing.Manager() as manager,
         ProcessPoolExecutor(NUM_READERS, context, max_tasks_per_child=1) as pool,
     ):
-        baseline = pool.submit(one_at_a_time, str(few), options.target, options.tokens).result()
+        baseline = pool.submit(measure_row_loop, str(few), options.target, options.tokens).result()
         first = pool.submit(measure_first_start, config, options.target).result()
         meeting = manager.Barrier(NUM_READERS)
         readers = [

@@ -28,7 +28,7 @@ from heads.decoding.tree import Tree
 from heads.target_model.model import prefill
 
 
-def steps_at(bench: Measurement, context: list[int], size: int) -> dict[str, Any]:
+def measure_step_seconds(bench: Measurement, context: list[int], size: int) -> dict[str, Any]:
     """Seconds of a draft and its pass over `size` texts, per method, and of a plain pass."""
     plain, heads = [], []
     for head in bench.heads:
@@ -61,7 +61,9 @@ def main(config: SpeedupRun) -> None:
 
     found = {
         "prompt": min(measure_seconds(read, bench.target.device) for _ in range(4)),
-        "sizes": {str(size): steps_at(bench, context, size) for size in config.batch_sizes},
+        "sizes": {
+            str(size): measure_step_seconds(bench, context, size) for size in config.batch_sizes
+        },
     }
     write_result(config, "costs.json", found, bench)
 

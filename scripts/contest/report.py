@@ -17,7 +17,6 @@ from eval.measure.acceptance_stats import compare_tau, format_interval, select_t
 from eval.report.html_page import Axis
 from heads.folders import PROVENANCE, write_folder
 from scripts import compare
-from scripts.contest.run import Entrant, TaskCosts, bytes_of, device_memory, list_head_methods
 
 Lines = list[Sequence[str]]
 ARROW = " \N{RIGHTWARDS ARROW} "
@@ -31,7 +30,7 @@ def format_minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f}"
 
 
-def shown_plan(plan: dict[str, Any]) -> str:
+def format_plan(plan: dict[str, Any]) -> str:
     """Show the steps of each head, and the estimates of time, disk and memory."""
     lines = [
         f"{label}: {number} steps of {plan['seconds_per_step'][label]:.2f} s"
@@ -46,35 +45,42 @@ def shown_plan(plan: dict[str, Any]) -> str:
 
 
 def write_report(
-    entrants: list[Entrant], out_dir: Path, plan: dict[str, Any], took: TaskCosts
+    ways: dict[str, dict[str, str]],
+    out_dir: Path,
+    plan: dict[str, Any],
+    spent: dict[str, dict[str, Any]],
 ) -> str:
     """Write `contest.json`, `contest.md`, `contest.html` and `winner/head`; return the table.
+
+    Args:
+        ways: methods of each head, by label and method.
+        out_dir: folder of the contest, with its heads and measurements.
+        plan: contents of `plan.json`.
+        spent: costs of each task, by its name.
 
     Raises:
         InputError: a measurement is missing, or heads were trained on different texts.
     """
-    check_same_data(entrants, out_dir)
+    check_same_data(list(ways), out_dir)
     speed, costs = (
         _load_result(out_dir, name) for name in ("speed/speedup.json", "costs/costs.json")
     )
-    ways = list_head_methods(entrants)
     label, method = find_winner(speed, ways)
     order = [label, *(name for name in ways if name != label)]
     folders = [str(out_dir / "acceptance" / name) for name in order]
     heads = compare.load_results(folders) if len(order) > 1 else {}
     results = {name: _load_result(out_dir, f"acceptance/{name}/acceptance.json") for name in ways}
     figures = collect_method_figures(speed, costs, results, ways, method)
-    spent = collect_task_costs(plan, took, out_dir)
     words = f"{label} wins, drafting by {method}."
     faster = list(figures)[: list(figures).index(method)]
     if faster:
         words += f" Faster over all batch sizes, without training: {', '.join(faster)}."
     tables = [
         ("Speed", "tokens/s, prompts included [as predicted], and the speed-up over the faster "
-         "loop that drafts nothing (95% interval)", speed_rows(figures)),
+         "loop that drafts nothing (95% interval)", build_speed_rows(figures)),
         ("Acceptance", "replayed over the target's own texts; differences prompt by prompt",
          compare.build_acceptance_rows(heads) if heads else []),
-        ("Cost", f"estimated{ARROW}taken", cost_rows(plan, spent)),
+        ("Cost", f"estimated{ARROW}taken", build_cost_rows(plan, spent)),
     ]  # fmt: skip
     tables = [table for table in tables if table[2]]
     content = {"winner": label, "method": method, "verdict": words, "methods": figures}
@@ -90,22 +96,25 @@ def write_report(
     return f"{text}\nwrote {out_dir / 'contest.html'}; winner: {out_dir / 'winner/head'}"
 
 
-def check_same_data(entrants: list[Entrant], out_dir: Path) -> None:
+def check_same_data(labels: list[str], out_dir: Path) -> None:
     """Refuse heads of different data, as when a file changed between two trainings.
+
+    Args:
+        labels: labels of the heads.
+        out_dir: folder of the contest.
 
     Raises:
         InputError: the data differ; names the heads and the differences.
     """
     data = {
-        entrant.label: _load_result(out_dir, f"heads/{entrant.label}/head/{PROVENANCE}")["data"]
-        for entrant in entrants
+        label: _load_result(out_dir, f"heads/{label}/head/{PROVENANCE}")["data"] for label in labels
     }
-    (first, known), *others = data.items()
-    for label, own in others:
+    (first, reference), *others = data.items()
+    for label, facts in others:
         check_unchanged(
             f"out_dir={out_dir} holds the heads {first} and {label}, whose training data were",
-            {key: known[key] for key in SAME},
-            {key: own[key] for key in SAME},
+            {key: reference[key] for key in SAME},
+            {key: facts[key] for key in SAME},
         )
 
 
@@ -194,7 +203,7 @@ def predict_rates(
     return rates
 
 
-def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
+def build_speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
     """Make a row per decoding method."""
     sizes = list(next(iter(figures.values()))["sizes"])
     lines: Lines = [
@@ -217,21 +226,7 @@ def speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
     return lines
 
 
-def collect_task_costs(
-    plan: dict[str, Any], took: TaskCosts, out_dir: Path
-) -> dict[str, dict[str, Any]]:
-    """Seconds of each task over all starts, bytes that it left, and peak memory of a process."""
-    spent = {}
-    for name in plan["estimate"]:
-        act, _, label = name.partition(" ")
-        size = {"bytes": bytes_of(out_dir / "heads" / label)} if act == "train" else {}
-        row = took.rows.get(name, {"seconds": 0.0, "memory": 0})
-        spent[name] = {"seconds": row["seconds"], "memory": row["memory"], **size}
-        spent[name] |= device_memory(out_dir, name)
-    return spent
-
-
-def cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
+def build_cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
     """Make a row per task, and their sum."""
     gpu = any("device" in row for row in plan["estimate"].values())
     on_device = ["GB on each device"] if gpu else []

@@ -92,7 +92,7 @@ def main(config: ContestRun) -> None:
         if not path.exists():
             raise InputError(f"parts: {path} is missing; run the part plan first")
         settled = json.loads(path.read_text())
-        print(report.shown_plan(settled))
+        print(report.format_plan(settled))
         todo: list[Task] = []
         if ContestPart.train in config.parts:
             todo += list_training_tasks(config, entrants, out_dir, settled)
@@ -100,7 +100,8 @@ def main(config: ContestRun) -> None:
             todo += list_measurements(config, entrants, out_dir)
         run_missing(todo, out_dir, took, settled["estimate"])
         if ContestPart.report in config.parts:
-            print(report.write_report(entrants, out_dir, settled, took))
+            ways, spent = list_head_methods(entrants), collect_task_costs(settled, took, out_dir)
+            print(report.write_report(ways, out_dir, settled, spent))
 
 
 @contextmanager
@@ -164,7 +165,7 @@ def parse_recipes(entries: list[str]) -> list[Entrant]:
     counts: Counter[str] = Counter()
     for entry in entries:
         name, *overrides = shlex.split(entry) or [""]
-        kind = name if name in HEADS else _kind_of_file(name)
+        kind = name if name in HEADS else _find_recipe_kind(name)
         for override in overrides:
             key, equals, _ = override.partition("=")
             group, _, rest = key.partition(".")
@@ -180,7 +181,7 @@ def parse_recipes(entries: list[str]) -> list[Entrant]:
     return entrants
 
 
-def _kind_of_file(name: str) -> str:
+def _find_recipe_kind(name: str) -> str:
     """Name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
     known = sorted({*HEADS, *(path.stem for path in RECIPES.glob("*.yaml"))})
     if name not in known:
@@ -229,11 +230,11 @@ def list_probe_tasks(config: ContestRun, entrants: list[Entrant], out_dir: Path)
     more += ["train.log_steps=1", "train.warmup_steps=0"]
     tasks = []
     for entrant in entrants:
-        folder = probe_folder(out_dir, entrant.label)
+        folder = get_probe_folder(out_dir, entrant.label)
         command = build_training_command(config, entrant, folder, *more)
         tasks.append(Task(f"probe {entrant.label}", command, folder / "head/config.json", folder))
-    folder = probe_folder(out_dir, "speed")
-    heads = [probe_folder(out_dir, entrant.label) / "head" for entrant in entrants]
+    folder = get_probe_folder(out_dir, "speed")
+    heads = [get_probe_folder(out_dir, entrant.label) / "head" for entrant in entrants]
     num_prompts = min(NUM_PROBED, config.prompts.num_prompts or NUM_PROBED)
     command = build_measuring_command(
         config, "eval/speedup.py", heads, folder, "num_repeats=1", "num_warmups=0",
@@ -243,7 +244,10 @@ def list_probe_tasks(config: ContestRun, entrants: list[Entrant], out_dir: Path)
         f"data.num_prompts={num_prompts}"
     )  # after the number in `prompts`, which it replaces
     tasks.append(Task("probe speed", command, folder / "speedup.json", folder))
-    return [*tasks, build_timing_task(config, heads, probe_folder(out_dir, "costs"), "probe costs")]
+    return [
+        *tasks,
+        build_timing_task(config, heads, get_probe_folder(out_dir, "costs"), "probe costs"),
+    ]
 
 
 def list_training_tasks(
@@ -290,7 +294,7 @@ def build_timing_task(config: ContestRun, heads: list[Path], folder: Path, name:
     return Task(name, command, folder / "costs.json")
 
 
-def probe_folder(out_dir: Path, name: str) -> Path:
+def get_probe_folder(out_dir: Path, name: str) -> Path:
     """Folder of a probe."""
     return out_dir / "probes" / name
 
@@ -365,7 +369,7 @@ class TaskCosts:
             self.rows = json.loads(self.path.read_text())
         for name, row in self.rows.items():
             if row["since"] is not None:  # killed: it worked until its last output
-                log = log_path(out_dir, name)
+                log = get_log_path(out_dir, name)
                 last = log.stat().st_mtime if log.exists() else row["since"]
                 row["seconds"] += max(0.0, last - row["since"])
                 row["since"] = None
@@ -396,7 +400,9 @@ def make_plan(
         InputError: the budget allows a head no step.
     """
     step_s = {
-        entrant.label: compute_step_seconds(probe_folder(out_dir, entrant.label) / "metrics.jsonl")
+        entrant.label: compute_step_seconds(
+            get_probe_folder(out_dir, entrant.label) / "metrics.jsonl"
+        )
         for entrant in entrants
     }
     steps = {
@@ -408,13 +414,15 @@ def make_plan(
         around = max(0.0, row["seconds"] - config.probe_steps * step_s[label])
         estimate[f"train {label}"] = {
             "seconds": around + number * step_s[label],
-            "bytes": bytes_of(probe_folder(out_dir, label)),
+            "bytes": measure_folder_bytes(get_probe_folder(out_dir, label)),
             "memory": row["memory"],
-            **device_memory(out_dir, f"probe {label}"),
+            **parse_device_memory(out_dir, f"probe {label}"),
         }
     num_prompts = len(load_records(str(config.prompts.path), config.prompts).records)
     num_prompts = min(num_prompts, config.prompts.num_prompts or num_prompts)
-    estimate |= measuring_takes(config, list_head_methods(entrants), out_dir, num_prompts, took)
+    estimate |= estimate_measuring_costs(
+        config, list_head_methods(entrants), out_dir, num_prompts, took
+    )
     plan = {
         "steps": steps,
         "seconds_per_step": step_s,
@@ -461,7 +469,7 @@ def compute_num_steps(config: ContestRun, label: str, step_s: float, num_entrant
     return number
 
 
-def measuring_takes(
+def estimate_measuring_costs(
     config: ContestRun,
     ways: dict[str, dict[str, str]],
     out_dir: Path,
@@ -478,13 +486,13 @@ def measuring_takes(
         took: costs of the probes.
     """
     speed, costs = (
-        json.loads((probe_folder(out_dir, folder) / name).read_text())
+        json.loads((get_probe_folder(out_dir, folder) / name).read_text())
         for folder, name in (("speed", "speedup.json"), ("costs", "costs.json"))
     )
     probed = [took.rows[f"probe {name}"] for name in ("speed", "costs")]
     decoding = sum(sum(_list_seconds(row)) for row in speed["methods"].values())
     start = max(0.0, probed[0]["seconds"] - decoding)
-    dialogue_s = seconds_per_dialogue(speed["methods"], costs, ways)
+    dialogue_s = estimate_dialogue_seconds(speed["methods"], costs, ways)
     seconds = {
         f"acceptance {label}": start
         + num_prompts * (dialogue_s["vanilla", 1] + dialogue_s[names["tree"], 1])
@@ -500,7 +508,7 @@ def measuring_takes(
     return {name: {"seconds": value, "memory": memory} for name, value in seconds.items()}
 
 
-def seconds_per_dialogue(
+def estimate_dialogue_seconds(
     methods: dict[str, Any], costs: dict[str, Any], ways: dict[str, dict[str, str]]
 ) -> dict[tuple[str, int], float]:
     """Expected seconds per dialogue, by method and batch size.
@@ -534,6 +542,20 @@ def _list_seconds(method: dict[str, Any]) -> list[float]:
     return [prompt["seconds"]["total"][0] for prompt in method["prompts"]]
 
 
+def collect_task_costs(
+    plan: dict[str, Any], took: TaskCosts, out_dir: Path
+) -> dict[str, dict[str, Any]]:
+    """Seconds of each task over all starts, bytes that it left, and peak memory of a process."""
+    spent = {}
+    for name in plan["estimate"]:
+        act, _, label = name.partition(" ")
+        size = {"bytes": measure_folder_bytes(out_dir / "heads" / label)} if act == "train" else {}
+        row = took.rows.get(name, {"seconds": 0.0, "memory": 0})
+        spent[name] = {"seconds": row["seconds"], "memory": row["memory"], **size}
+        spent[name] |= parse_device_memory(out_dir, name)
+    return spent
+
+
 def run_missing(todo: list[Task], out_dir: Path, took: TaskCosts, estimate: dict[str, Any]) -> None:
     """Run the tasks without a result, and print the current task and the next ones."""
     missing = [task for task in todo if not task.result.exists()]
@@ -553,7 +575,7 @@ def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
     """
     if task.fresh is not None:
         shutil.rmtree(task.fresh, ignore_errors=True)
-    log = log_path(out_dir, task.name)
+    log = get_log_path(out_dir, task.name)
     log.parent.mkdir(exist_ok=True)
     environ = os.environ | {MARK: str(out_dir.resolve())}
     took.start_task(task.name)
@@ -581,20 +603,20 @@ def _wait_for_task(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
     return child.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def log_path(out_dir: Path, name: str) -> Path:
+def get_log_path(out_dir: Path, name: str) -> Path:
     """File for a task's output."""
     return out_dir / "logs" / f"{name.replace(' ', '-')}.log"
 
 
-def device_memory(out_dir: Path, name: str) -> dict[str, float]:
+def parse_device_memory(out_dir: Path, name: str) -> dict[str, float]:
     """`device`: most bytes of a training on each GPU, as its log states; empty if it does not."""
-    log = log_path(out_dir, name)
+    log = get_log_path(out_dir, name)
     text = log.read_text(errors="replace") if log.exists() else ""
     said = re.findall(r"([\d.]+) GB measured at most", text)
     return {"device": float(said[-1]) * 1e9} if said else {}
 
 
-def bytes_of(folder: Path) -> int:
+def measure_folder_bytes(folder: Path) -> int:
     """Size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 

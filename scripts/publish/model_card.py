@@ -98,7 +98,7 @@ def parse_hub_id(name: str) -> str:
     return name if parts is None else parts[0]
 
 
-def copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
+def describe_copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
     """The target's weights of which a head and its exports have copies, in words."""
     of_exports = [words for export in exports for words in export.target_weights]
     return list(dict.fromkeys([*head.copied, *of_exports]))

@@ -160,7 +160,7 @@ def verify_staged_export(
     if export.format is ExportFormat.llamacpp and not folder:
         # llama.cpp downloads from a repository's root the file whose prefix is the kind of head.
         line, told = "", re.sub(r" -md \S+", f" -hfd {repo_id}", told)
-    names = {part for name in _tensor_names(staged) for part in name.split(".")}
+    names = {part for name in _iter_tensor_names(staged) for part in name.split(".")}
     facts = ExportFacts(
         format=export.format.value,
         repo_id=repo_id,
@@ -175,7 +175,7 @@ def verify_staged_export(
     return facts
 
 
-def _tensor_names(staged: Path) -> Iterator[str]:
+def _iter_tensor_names(staged: Path) -> Iterator[str]:
     """Names of all tensors in a folder and its subfolders."""
     for path in staged.rglob(f"*{WEIGHTS}"):
         with safe_open(path, "pt") as file:
@@ -199,13 +199,13 @@ def scrub_private_data(value: Any) -> Any:
     Also removes the hosts of URLs with a port, as these are private servers.
     """
     if isinstance(value, dict):
-        return {_scrubbed_text(str(key)): scrub_private_data(item) for key, item in value.items()}
+        return {_scrub_text(str(key)): scrub_private_data(item) for key, item in value.items()}
     if isinstance(value, list):
         return [scrub_private_data(item) for item in value]
-    return _scrubbed_text(to_json(value)) if isinstance(value, str) else value
+    return _scrub_text(to_json(value)) if isinstance(value, str) else value
 
 
-def _scrubbed_text(text: str) -> str:
+def _scrub_text(text: str) -> str:
     # A text that is one path, or key=path, may contain spaces; inside prose a path ends at them.
     text = OWN_SERVER.sub(r"\1HOST", text)
     key, equals, path = text.rpartition("=")

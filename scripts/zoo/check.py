@@ -64,8 +64,8 @@ from scripts.zoo.tiny_targets import (
     NO_TARGET,
     NUM_TOKENS,
     PAD,
+    list_model_types,
     make_tiny_target,
-    model_types,
 )
 from train.eagle import EagleObjective
 from train.medusa import MedusaObjective
@@ -113,7 +113,7 @@ def main(config: TargetsRun) -> None:
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
     targets = [name for name in names if name not in NO_TARGET]
-    left = [name for name in targets if not result_at(out_dir, name).is_file()]
+    left = [name for name in targets if not get_result_path(out_dir, name).is_file()]
     if left:
         PROCESSES.set_forkserver_preload(["scripts.zoo.check"])
     with tqdm(left, unit="model type") as bar:
@@ -121,7 +121,7 @@ def main(config: TargetsRun) -> None:
             bar.set_postfix_str(name)
             check_in_process(out_dir, name, config.timeout)
     results = {
-        n: json.loads(result_at(out_dir, n).read_text()) for n in names if n not in NO_TARGET
+        n: json.loads(get_result_path(out_dir, n).read_text()) for n in names if n not in NO_TARGET
     }
     left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
     content = {
@@ -146,14 +146,14 @@ def choose_model_types(names: list[str]) -> list[str]:
     Raises:
         InputError: transformers has no such causal or image-text-to-text model.
     """
-    known = model_types()
+    known = list_model_types()
     for name in names:
         if name not in known:
             raise InputError(f"model_types: {name} is unknown; allowed: {known}")
     return names or known
 
 
-def result_at(out_dir: Path, name: str) -> Path:
+def get_result_path(out_dir: Path, name: str) -> Path:
     """File with the result of one model type."""
     return out_dir / "found" / f"{name}.json"
 
@@ -168,13 +168,13 @@ def check_in_process(out_dir: Path, name: str, timeout: float) -> None:
         process.kill()
         process.join()
         why = f"took more than {timeout:g} s"
-    elif not result_at(out_dir, name).is_file():
+    elif not get_result_path(out_dir, name).is_file():
         why = f"its process ended with code {process.exitcode}"
     else:
         log.unlink(missing_ok=True)
         return
     result = {"state": "fails", "columns": {"loads": f"FAILED: {why}"}}
-    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+    write_atomically(get_result_path(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def check_one(name: str, out_dir: Path, log: Path) -> None:
@@ -191,7 +191,7 @@ def check_one(name: str, out_dir: Path, log: Path) -> None:
         result = {"state": "not made", "why": why, "traceback": traceback.format_exc()}
     else:
         result = {**check_target(folder), "made": json.loads((folder / MADE_FILE).read_text())}
-    write_atomically(result_at(out_dir, name), json.dumps(result, indent=1) + "\n")
+    write_atomically(get_result_path(out_dir, name), json.dumps(result, indent=1) + "\n")
 
 
 def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class _Checks:
         with self.findings.open_column("loads"):
             self._stop_at([])
             self.texts = self._generate_texts()
-            self._same_as_saved()
+            self._check_saved_model()
         if not self.texts:
             return
         with self.findings.open_column("chain"):
@@ -322,7 +322,7 @@ class _Checks:
         self.target.generation_config.eos_token_id = ids
         self.target.model.generation_config.eos_token_id = ids
 
-    def _same_as_saved(self) -> None:
+    def _check_saved_model(self) -> None:
         """Check that the complete model, loaded by transformers itself, gives the same text."""
         made = json.loads((Path(self.findings.folder) / MADE_FILE).read_text())
         if made["left_out"]:
@@ -336,7 +336,7 @@ class _Checks:
         whole = StopRules.from_target(self.target).cut_after_end(
             [], text[0, ids.shape[1] :].tolist()
         )
-        self._same_texts([Generation(whole)])
+        self._check_texts([Generation(whole)])
 
     def _generate_texts(self) -> list[list[int]]:
         """Generate one text after another, as `generate` must not see padding."""
@@ -348,12 +348,12 @@ class _Checks:
     def _check_lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
         """Check drafts that are right at RATE, for the first prompts together."""
         drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
-        self._same_texts(self._decode_texts(drafter, num_texts))
+        self._check_texts(self._decode_texts(drafter, num_texts))
 
     def _decode_texts(self, drafter: Drafter, num_texts: int = 1) -> list[Generation]:
         return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
 
-    def _same_texts(self, texts: list[Generation]) -> None:
+    def _check_texts(self, texts: list[Generation]) -> None:
         stops = StopRules.from_target(self.target)
         wrong = []
         for prompt, whole, one in zip(self.prompts, self.texts, texts, strict=False):
@@ -389,7 +389,7 @@ class _Checks:
         _train_head(EagleObjective(head, self.target, config), self._build_data())
         self._check_replay("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
         if self.findings.has_passed("tree"):
-            self._same_texts(self._decode_texts(EagleTree(head, DynamicShape(4, 3, 8)), 2))
+            self._check_texts(self._decode_texts(EagleTree(head, DynamicShape(4, 3, 8)), 2))
 
     def _build_data(self) -> PackedDataset:
         """The target's own texts."""
@@ -402,7 +402,7 @@ class _Checks:
     def _check_replay(self, name: str, head: Any, tree: Tree, drafter: Drafter) -> None:
         """Check that decoding is lossless, and that its steps equal those of replay."""
         decoded = self._decode_texts(drafter)
-        self._same_texts(decoded)
+        self._check_texts(decoded)
         with self.findings.open_column("replay"):
             told = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
             self.findings.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
@@ -443,7 +443,7 @@ class VaryingTreeOracle(Oracle):
     """Trees of another shape for every text and place, like dynamic trees."""
 
     @property
-    def static_nodes(self) -> int | None:
+    def num_static_nodes(self) -> int | None:
         """None: every text has another number."""
         return None
 

@@ -306,7 +306,7 @@ _NO_TARGET = {
 NO_TARGET = {name: why for why, names in _NO_TARGET.items() for name in names.split()}
 
 
-def model_types() -> list[str]:
+def list_model_types() -> list[str]:
     """Every model type of transformers whose model answers text with text."""
     return sorted(
         {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
@@ -317,7 +317,7 @@ def make_tiny_target(model_type: str, root: Path) -> Path:
     """Folder of a tiny random target, made on first use.
 
     Args:
-        model_type: one of `model_types`.
+        model_type: one of `list_model_types`.
         root: folder with a folder for each.
     """
     folder = root / model_type
@@ -335,9 +335,9 @@ def _make_model(model_type: str, folder: Path) -> None:
     # The class that checkpoints are saved with: the wrapper's class if there is one.
     wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
     name = wrapper or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    config = tiny_config(model_type)
-    with without_timm() as left_out:
-        model, weights = random_model(getattr(transformers, name), config)
+    config = make_tiny_config(model_type)
+    with replace_timm_towers() as left_out:
+        model, weights = make_random_model(getattr(transformers, name), config)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     _make_tokenizer().save_pretrained(folder)
@@ -347,7 +347,7 @@ def _make_model(model_type: str, folder: Path) -> None:
         "layers": _format_layers(text),
         "by_hand": {
             each: MANUAL_SETTINGS[each]
-            for each in _list_model_types(config)
+            for each in _list_config_types(config)
             if each in MANUAL_SETTINGS
         },
         "left_out": left_out,
@@ -357,7 +357,7 @@ def _make_model(model_type: str, folder: Path) -> None:
     (folder / MADE_FILE).write_text(json.dumps(made, indent=1, default=str) + "\n")
 
 
-def tiny_config(model_type: str) -> Any:
+def make_tiny_config(model_type: str) -> Any:
     """Shrink the default config of a model type."""
     make = CONFIG_MAPPING[model_type]
     try:
@@ -373,19 +373,19 @@ def _build_settings(config: Any) -> dict[str, Any]:
         for name, part in vars(config).items()
         if isinstance(part, PreTrainedConfig)
     }
-    settings = tiny_sizes(config) | parts
+    settings = choose_tiny_sizes(config) | parts
     for name, value in MANUAL_SETTINGS.get(config.model_type, {}).items():
         both = isinstance(value, dict) and isinstance(settings.get(name), dict)
         settings[name] = settings[name] | value if both else value
     return settings
 
 
-def _list_model_types(config: Any) -> list[str]:
+def _list_config_types(config: Any) -> list[str]:
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    return [config.model_type, *(name for part in parts for name in _list_model_types(part))]
+    return [config.model_type, *(name for part in parts for name in _list_config_types(part))]
 
 
-def tiny_sizes(config: Any) -> dict[str, Any]:
+def choose_tiny_sizes(config: Any) -> dict[str, Any]:
     """Settings that make one config tiny, without its parts.
 
     No value grows: a default that is already smaller, 0 or below, or unset stays unchanged.
@@ -402,7 +402,11 @@ def tiny_sizes(config: Any) -> dict[str, Any]:
             sizes[name] = INDEXES[name]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and name in TINY:
             sizes[name] = min(value, TINY[name])
-    sizes |= _latent_heads(config, sizes) | _shrink_pictures(config) | _kinds_of_layers(config)
+    sizes |= (
+        _choose_latent_head_sizes(config, sizes)
+        | _shrink_pictures(config)
+        | _shorten_layer_lists(config)
+    )
     rope = vars(config).get("rope_parameters")
     if isinstance(rope, dict):
         head_dim = sizes.get("qk_rope_head_dim") or sizes.get("head_dim") or HIDDEN // HEADS
@@ -421,7 +425,7 @@ def _choose_token_id(name: str, value: Any, others: int) -> tuple[Any, int]:
     return None, others
 
 
-def _latent_heads(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
+def _choose_latent_head_sizes(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
     """Head sizes that are sums or copies of others, as in multi-head latent attention."""
     if "qk_rope_head_dim" not in sizes:
         return {}
@@ -446,7 +450,7 @@ def _shrink_pictures(config: Any) -> dict[str, Any]:
     return {}
 
 
-def _kinds_of_layers(config: Any) -> dict[str, Any]:
+def _shorten_layer_lists(config: Any) -> dict[str, Any]:
     """Give every list with an entry per layer at least four entries, with each kind once."""
     name = next((each for each in LAYER_COUNTS if each in vars(config)), "num_hidden_layers")
     count = vars(config).get(name)
@@ -495,7 +499,7 @@ def _format_layers(text: Any) -> str:
 
 
 @contextmanager
-def without_timm() -> Iterator[list[str]]:
+def replace_timm_towers() -> Iterator[list[str]]:
     """Replace towers that only timm could build by an almost empty module, inside the context.
 
     Yields:
@@ -514,7 +518,7 @@ def without_timm() -> Iterator[list[str]]:
         yield left_out
 
 
-def random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
+def make_random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
     """Make a model whose greedy text varies and depends on earlier tokens; return its weights too.
 
     Args:

@@ -91,7 +91,7 @@ def test_training_meets_few_shapes(name: str) -> None:
     [
         (name, shape)
         for name in ("none", *predict_gpu.RECIPES, *predict_gpu.OTHERS)
-        for shape in predict_gpu.shapes_of(name)
+        for shape in predict_gpu.list_draft_shapes(name)
     ],
 )
 def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:

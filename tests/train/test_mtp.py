@@ -27,7 +27,7 @@ from heads.kinds import load_head
 from heads.mtp.mtp import MtpHead
 from tests.train.parallel.test_launch import ROOT, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
-from tests.train.parallel.test_strategies import launched as laid_out
+from tests.train.parallel.test_strategies import launched as write_as_qwen2
 from tests.train.test_eagle_launch import arguments
 from train import mtp
 from train.loop import evaluation as replay
@@ -143,7 +143,7 @@ def test_every_layout_equals_one_process_and_a_killed_run_one_that_was_not(
     alone = [sys.executable]
     launched([*alone, *command("one")], tmp_path)
     for layout in ("ddp", "fsdp2", "zero3"):
-        launched([*laid_out(layout), *command(layout)], tmp_path)
+        launched([*write_as_qwen2(layout), *command(layout)], tmp_path)
         for name, found in weights(layout).items():
             torch.testing.assert_close(found, weights("one")[name], atol=1e-5, rtol=1e-4)
     process = begin([*alone, *command("killed")], tmp_path)

@@ -16,7 +16,7 @@ from stores import save_inputs
 from conf.errors import InputError
 from heads.kinds import load_head
 from scripts.contest import report
-from scripts.contest.run import Entrant, TaskCosts
+from scripts.contest.run import Entrant, TaskCosts, collect_task_costs, list_head_methods
 from tests.train.parallel.test_launch import ENV, wait_for
 from train.loop import memory
 
@@ -122,7 +122,10 @@ def test_speed_is_predicted_from_acceptance_and_costs() -> None:
 
 
 def test_a_contest_ends_with_a_table_a_page_and_a_head(tmp_path: Path) -> None:
-    said = report.write_report(RECIPES, tmp_path, PLAN, measured(tmp_path))
+    assert list_head_methods(RECIPES) == WAYS
+    said = report.write_report(
+        WAYS, tmp_path, PLAN, collect_task_costs(PLAN, measured(tmp_path), tmp_path)
+    )
     text = (tmp_path / "contest.md").read_text()
     assert said.startswith(text)
     lines = text.splitlines()
@@ -155,7 +158,7 @@ def test_a_report_needs_what_is_measured(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"costs\.json is missing; run the other parts before report"
     ):
-        report.write_report(RECIPES, tmp_path, PLAN, took)
+        report.write_report(WAYS, tmp_path, PLAN, collect_task_costs(PLAN, took, tmp_path))
 
 
 def test_memory_of_gpus_is_what_trainings_say(
@@ -168,7 +171,7 @@ def test_memory_of_gpus_is_what_trainings_say(
     (tmp_path / "logs/train-medusa.log").write_text(f"{said}\n")
     first = {**PLAN["estimate"]["train medusa"], "device": 4e9}
     plan = {**PLAN, "estimate": {**PLAN["estimate"], "train medusa": first}}
-    header, *others = report.cost_rows(plan, report.collect_task_costs(plan, took, tmp_path))
+    header, *others = report.build_cost_rows(plan, collect_task_costs(plan, took, tmp_path))
     assert header[-1] == "GB on each device"
     assert [row[-1] for row in others] == ["4.00 → 3.50", "- → -", "4.00 → 3.50"]
 
@@ -177,11 +180,11 @@ def test_heads_of_other_data_do_not_compete(tmp_path: Path) -> None:
     took, path = measured(tmp_path), tmp_path / "heads/eagle3_1/head/headsmith.json"
     path.write_text(path.read_text().replace("900", "901"))
     with pytest.raises(InputError, match=r"medusa and eagle3_1, .* num_tokens was 900, is 901"):
-        report.write_report(RECIPES, tmp_path, PLAN, took)
+        report.write_report(WAYS, tmp_path, PLAN, collect_task_costs(PLAN, took, tmp_path))
 
 
 def test_a_plan_says_what_it_will_take() -> None:
-    assert report.shown_plan(PLAN).splitlines() == [
+    assert report.format_plan(PLAN).splitlines() == [
         "medusa: 60 steps of 1.00 s",
         "eagle3_1: 20 steps of 3.00 s",
         "estimated: 0.04 h, 2 MB on disk, 2.00 GB of memory",

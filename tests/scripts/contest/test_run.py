@@ -128,7 +128,7 @@ def probed(config: ContestRun, took: TaskCosts) -> None:
     """Leaves what probes would."""
     out_dir = Path(config.out_dir)
     for label, a_step in (("medusa", 1.0), ("eagle3_1", 3.0)):
-        folder = plan.probe_folder(out_dir, label)
+        folder = plan.get_probe_folder(out_dir, label)
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(metrics(*(a_step * n for n in range(1, 9))))
         (folder / "weights").write_bytes(bytes(1000))
@@ -136,16 +136,16 @@ def probed(config: ContestRun, took: TaskCosts) -> None:
     names = [name for each in plan.list_head_methods(plan.parse_recipes(config.recipes)).values()
              for name in each.values()]  # fmt: skip
     row = {"tau": 1.0, "prompts": [{"seconds": {"total": [1.0]}}] * 2}
-    plan.probe_folder(out_dir, "speed").mkdir()
-    path = plan.probe_folder(out_dir, "speed") / "speedup.json"
+    plan.get_probe_folder(out_dir, "speed").mkdir()
+    path = plan.get_probe_folder(out_dir, "speed") / "speedup.json"
     path.write_text(json.dumps({"methods": dict.fromkeys(["vanilla", *names], row)}))
     took.rows["probe speed"] = {"seconds": 20.0, "memory": 2 * 10**9, "since": None}
     heads = [{"chain": 0.2, "tree": 0.3}] * 2
     alone = {"plain": 0.1, "heads": heads}
     # Four at a time: a step of all takes twice as long as one of one.
     together = {"plain": 0.2, "heads": [{w: 2 * s for w, s in each.items()} for each in heads]}
-    plan.probe_folder(out_dir, "costs").mkdir()
-    path = plan.probe_folder(out_dir, "costs") / "costs.json"
+    plan.get_probe_folder(out_dir, "costs").mkdir()
+    path = plan.get_probe_folder(out_dir, "costs") / "costs.json"
     path.write_text(json.dumps({"sizes": {"1": alone, "4": together}}))
     took.rows["probe costs"] = {"seconds": 7.0, "memory": 10**9, "since": None}
 
@@ -192,7 +192,7 @@ def test_a_dialogue_takes_what_its_steps_do_and_less_once_a_head_has_learnt() ->
     }
     ways = {each: {way: f"{each}_{way}" for way in ("chain", "tree")} for each in ("one", "two")}
     methods = dict.fromkeys(["vanilla", "one_chain", "two_tree"], row)
-    assert plan.seconds_per_dialogue(methods, {"sizes": costs}, ways) == pytest.approx({
+    assert plan.estimate_dialogue_seconds(methods, {"sizes": costs}, ways) == pytest.approx({
         ("vanilla", 1): 2.0, ("vanilla", 2): 1.0,
         ("one_chain", 1): 1.0, ("one_chain", 2): 1.0,
         ("two_tree", 1): 1.0, ("two_tree", 2): 0.75,

@@ -7,7 +7,7 @@ import pytest
 from conf.errors import InputError
 from conf.settings.scripts import TargetsRun
 from scripts.zoo import check as check_targets
-from scripts.zoo.check import build_table, check_in_process, format_counts, result_at
+from scripts.zoo.check import build_table, check_in_process, format_counts, get_result_path
 
 assert commands.FORKS  # the server of processes that tests share, begun as it wants to be
 YES = dict.fromkeys(
@@ -31,9 +31,9 @@ def test_what_was_checked_is_not_checked_again(tmp_path: Path) -> None:
     (tmp_path / "found").mkdir()
     check_in_process(tmp_path, "bloom", timeout=120)
     assert [path.name for path in (tmp_path / "found").iterdir()] == ["bloom.json"]
-    found = json.loads(result_at(tmp_path, "bloom").read_text())
+    found = json.loads(get_result_path(tmp_path, "bloom").read_text())
     assert (found["state"], found["columns"]["loads"]) == ("refused", "yes")
-    result_at(tmp_path, "bloom").write_text(json.dumps({**found, "attention": "as it was"}))
+    get_result_path(tmp_path, "bloom").write_text(json.dumps({**found, "attention": "as it was"}))
     check_targets.main(TargetsRun(["bloom", "bert"], out_dir=str(tmp_path)))
     result = json.loads((tmp_path / "targets.json").read_text())
     assert result["counts"] == {"refused": 1}
@@ -45,12 +45,12 @@ def test_what_was_checked_is_not_checked_again(tmp_path: Path) -> None:
 def test_a_process_that_hangs_or_dies_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "found").mkdir()
     check_in_process(tmp_path, "llama", timeout=0.01)
-    found = json.loads(result_at(tmp_path, "llama").read_text())
+    found = json.loads(get_result_path(tmp_path, "llama").read_text())
     assert found["columns"] == {"loads": "FAILED: took more than 0.01 s"}
     assert found["state"] == "fails"
     (tmp_path / "found/qwen2.log").mkdir()  # it cannot write there
     check_in_process(tmp_path, "qwen2", timeout=60)
-    found = json.loads(result_at(tmp_path, "qwen2").read_text())
+    found = json.loads(get_result_path(tmp_path, "qwen2").read_text())
     assert found["columns"] == {"loads": "FAILED: its process ended with code 1"}
 
 

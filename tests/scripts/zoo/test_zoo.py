@@ -17,11 +17,11 @@ from scripts.zoo.tiny_targets import (
     MADE_FILE,
     NO_TARGET,
     PAD,
+    choose_tiny_sizes,
     find_placeholder_ids,
+    list_model_types,
+    make_tiny_config,
     make_tiny_target,
-    model_types,
-    tiny_config,
-    tiny_sizes,
 )
 
 LOSSLESS = ("loads", "check", "chain", "tree", "batch")
@@ -94,31 +94,31 @@ def test_each_kind_of_layer_is_shown_once_at_least() -> None:
         "deepseek_v4": ["heavily_compressed_attention"] * 3 + ["compressed_sparse_attention"],
     }
     for name, expected in kinds.items():
-        config = tiny_config(name)
+        config = make_tiny_config(name)
         assert getattr(config, "layer_types", None) == expected, name
         assert config.num_hidden_layers == 4
-    assert tiny_config("gemma3").text_config.layer_types[-1] == "full_attention"
+    assert make_tiny_config("gemma3").text_config.layer_types[-1] == "full_attention"
 
 
 def test_sizes_are_small_and_fit_each_other() -> None:
-    config = tiny_config("deepseek_v3")
+    config = make_tiny_config("deepseek_v3")
     names = ("hidden_size", "num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim")
     assert [getattr(config, name) for name in names] == [64, 4, 16, 8]
     assert (config.qk_head_dim, config.head_dim, config.num_key_value_heads) == (24, 8, 4)
     assert (config.n_routed_experts, config.n_group, config.topk_group) == (4, 2, 1)
-    config = tiny_config("phi3")
+    config = make_tiny_config("phi3")
     assert config.rope_parameters["original_max_position_embeddings"] == 64
     assert len(config.rope_parameters["long_factor"]) == 8
-    text = tiny_config("cosmos3_edge").text_config
+    text = make_tiny_config("cosmos3_edge").text_config
     assert text.rope_parameters["mrope_section"] == [3, 2, 3]  # of 24, 20, 20
-    whole = tiny_config("qwen3_5")
+    whole = make_tiny_config("qwen3_5")
     assert whole.image_token_id != whole.video_token_id
     assert 300 <= min(whole.image_token_id, whole.video_token_id) < whole.text_config.vocab_size
 
 
 def test_nothing_grows() -> None:
     config = LlamaConfig(hidden_size=32, num_hidden_layers=2, pad_token_id=None, head_dim=8)
-    sizes = tiny_sizes(config)
+    sizes = choose_tiny_sizes(config)
     assert (sizes["hidden_size"], sizes["num_hidden_layers"], sizes["head_dim"]) == (32, 2, 8)
     assert "pad_token_id" not in sizes
 
@@ -137,16 +137,16 @@ def test_a_tiny_target_is_made_once_and_says_how(zoo) -> None:
 
 
 def test_tokens_that_stand_for_pictures_are_never_said(zoo) -> None:
-    assert find_placeholder_ids(tiny_config("llava")) == [300]
-    assert find_placeholder_ids(tiny_config("qwen3_5")) == [300, 301, 302, 303]
-    assert find_placeholder_ids(tiny_config("llama")) == []
+    assert find_placeholder_ids(make_tiny_config("llava")) == [300]
+    assert find_placeholder_ids(make_tiny_config("qwen3_5")) == [300, 301, 302, 303]
+    assert find_placeholder_ids(make_tiny_config("llama")) == []
     weights = load_file(make_tiny_target("gemma3", zoo) / "model.safetensors")
     rows = next(each for name, each in weights.items() if name.endswith("embed_tokens.weight"))
     assert (rows == 0).all(1).nonzero().flatten().tolist() == [PAD, 300, 301, 302]
 
 
 def test_whoever_is_no_target_is_known_to_transformers() -> None:
-    assert not set(NO_TARGET) - set(model_types())
+    assert not set(NO_TARGET) - set(list_model_types())
 
 
 # --- What the checks find where something is wrong.
