@@ -1,8 +1,8 @@
-"""Draws the pictures of README.md: how drafts are verified, and the speed-ups measured.
+"""Draw the pictures of README.md: how drafts are verified, and the measured speed-ups.
 
     python docs/draw.py
 
-Both follow the light or dark theme of whoever looks at them.
+Both pictures follow the light or dark theme of the reader's browser.
 """
 
 import re
@@ -41,11 +41,11 @@ NAMES = {
     "eagle_tree": "EAGLE-3.1 head, tree of 5",
     "eagle_suffix": "EAGLE-3.1 head and suffixes",
 }
-"""Rows of the chart, by method."""
+"""Labels of the bars, by method."""
 
 
 def build_svg(width: int, height: int, title: str, parts: list[str]) -> str:
-    """A picture of elements."""
+    """Build an SVG document."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
@@ -57,30 +57,32 @@ def build_svg(width: int, height: int, title: str, parts: list[str]) -> str:
     )
 
 
-def build_text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Words at a place."""
-    of_kind = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:g}" y="{y:g}"{of_kind} text-anchor="{anchor}">{escape(words)}</text>'
+def build_text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Draw text."""
+    class_attribute = f' class="{kind}"' if kind else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}"{class_attribute} text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
-def build_token_box(x: float, y: float, words: str, kind: str) -> str:
-    """A token."""
+def build_token_box(x: float, y: float, token: str, kind: str) -> str:
+    """Draw a token in its box."""
     shape = f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="76" height="34" rx="6"/>'
-    return f"{shape}\n{build_text(x + 38, y + 22, words, anchor='middle')}"
+    return f"{shape}\n{build_text(x + 38, y + 22, token, anchor='middle')}"
 
 
 def draw_decoding() -> str:
-    """Draft, verify, accept."""
+    """Draw the three steps: draft, verify, accept."""
     known, draft = ["The", "cat"], ["sat", "on", "a", "chair"]
     after, rows = "the", [40, 122, 204]
-    words = [
+    steps = [
         ("1. Draft", "the head guesses four tokens"),
         ("2. Verify", "the target reads all of them in one pass"),
         ("3. Accept", "two drafts and a token of its own: 3 from 1 pass"),
     ]
     parts: list[str] = []
-    for y, (name, told) in zip(rows, words, strict=True):
-        parts += [build_text(10, y + 14, name), build_text(10, y + 34, told, "small")]
+    for y, (name, caption) in zip(rows, steps, strict=True):
+        parts += [build_text(10, y + 14, name), build_text(10, y + 34, caption, "small")]
         parts += [build_token_box(370 + 84 * n, y, word, "box") for n, word in enumerate(known)]
     kinds = ["kept", "kept", "lost", "lost"]
     for n, (word, kind) in enumerate(zip(draft, kinds, strict=True), start=2):
@@ -97,25 +99,25 @@ def draw_decoding() -> str:
 
 
 def parse_speedups(results: str) -> dict[str, tuple[float, str]]:
-    """Speed-up and interval by method, of the first table under `What it gains`."""
+    """Parse speed-up and interval of each method from the first table under `What it gains`."""
     section = results.split("## What it gains", maxsplit=1)[1].split("\n## ", maxsplit=1)[0]
     rows = [[cell.strip(" *`") for cell in line.split("|")[1:-1]] for line in section.splitlines()]
-    found = {}
+    speedups = {}
     for cells in filter(lambda cells: len(cells) == 5, rows):
         method = re.split("[`,]", cells[0])[0]
         if method in NAMES:
-            found[method] = (float(cells[2]), cells[3])
-    return found
+            speedups[method] = (float(cells[2]), cells[3])
+    return speedups
 
 
 def draw_speedups(results: str) -> str:
-    """Bars from the slowest method to the fastest."""
-    left, width, found = 250, 420, parse_speedups(results)
-    order = sorted(found, key=lambda method: found[method][0])
-    scale = width / max(value for value, _ in found.values())
+    """Draw a bar for each method, from the slowest to the fastest."""
+    left, width, speedups = 250, 420, parse_speedups(results)
+    order = sorted(speedups, key=lambda method: speedups[method][0])
+    scale = width / max(value for value, _ in speedups.values())
     parts = [build_text(10, 24, "Tokens per second over the same engine without drafts")]
     for n, method in enumerate(order):
-        (value, interval), y = found[method], 44 + 34 * n
+        (value, interval), y = speedups[method], 44 + 34 * n
         kind = "best" if method == order[-1] else "bar"
         parts += [
             build_text(left - 12, y + 17, NAMES[method], anchor="end"),
@@ -125,13 +127,13 @@ def draw_speedups(results: str) -> str:
         ]
     end = 44 + 34 * len(order)
     parts.append(f'<line class="line" x1="{left}" y1="38" x2="{left}" y2="{end}"/>')
-    under = "SmolLM2-135M-Instruct, 16 first turns of MT-bench, greedy, one core with AVX-512"
-    parts.append(build_text(10, end + 22, f"{under}; 95% intervals", "small"))
+    caption = "SmolLM2-135M-Instruct, 16 first turns of MT-bench, greedy, one core with AVX-512"
+    parts.append(build_text(10, end + 22, f"{caption}; 95% intervals", "small"))
     return build_svg(890, end + 36, "Speed-up of each way to draft", parts)
 
 
 def main() -> None:
-    """Writes both."""
+    """Write both pictures beside this file."""
     (FOLDER / "decoding.svg").write_text(draw_decoding())
     (FOLDER / "speedup.svg").write_text(draw_speedups(RESULTS.read_text()))
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
+from conf.command.run_record import print_next_command
 from conf.settings.scripts import CaptureRun
 from eval.preflight_checks import check_inputs
 
@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ from conf.files import (
     write_atomically,
 )
 from conf.settings.data import StateFormat, TeacherKind
-from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
 from data.embedded import fill_default_paths
 from data.features.store_format import (
@@ -87,7 +85,11 @@ from eval.measure.measurement import join_processes
 from eval.measure.target_answers import AnswerSource, LocalAnswerSource
 from heads.kinds import HEADS
 from heads.layers.documents import Documents
-from heads.target_model import architecture as sizes
+from heads.target_model.architecture import (
+    count_layers,
+    find_embedding_size,
+    find_hidden_size,
+)
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
@@ -98,14 +100,18 @@ from heads.target_model.load import (
 )
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
-from train.loop import evaluation as replay
-from train.loop.evaluation import MAX_REPLAY_TOKENS, select_heldout_prompts
+from train.loop import evaluation
+from train.loop.evaluation import select_heldout_prompts
 from train.loop.sources import find_longest_document
 from train.loss.topk import fast_topk
 
+# Letters of shapes: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k
+# teacher tokens.
 GIB = 2**30
 ROWS_PER_CHUNK = 1024
+"""Tokens whose logits are computed at a time."""
 GROUP = 8
+"""Columns of logits per group in the search for the likeliest tokens; see `train.loss.topk`."""
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
 
@@ -115,7 +121,7 @@ def main(config: CaptureRun) -> None:
 
 
 def capture(config: CaptureRun, shard_bytes: int) -> None:
-    """Run `main` with shards of any size."""
+    """Capture hidden states as `main` does, with shards of `shard_bytes` bytes."""
     check_inputs(config)
     state = join_processes()
     fill_default_paths(config)
@@ -135,12 +141,12 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
             write_manifest(work, state)
     if state.is_main_process:
         print(f"features saved to {work.folder}")
-        following.print_next_command("capture", {"data.features": work.folder})
+        print_next_command("capture", {"data.features": work.folder})
 
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """One capture: its data, and the place of each part.
+    """Hold the data of a capture, and the place of each part.
 
     Attributes:
         config: settings of the command.
@@ -162,7 +168,7 @@ class CaptureJob:
 
 
 def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> CaptureJob:
-    """Tokenise, pack and plan; this does not need the target's weights yet.
+    """Tokenise and pack the data, and plan the shards, without loading the target's weights.
 
     Raises:
         InputError: bad data, or layers that the target does not have.
@@ -174,8 +180,8 @@ def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> C
     )
     sets = {"train": train, "heldout": heldout}
     prompts = select_heldout_prompts(heldout, config.num_replay_prompts)
-    lengths = {name: packed.sequence_lengths for name, packed in sets.items()}
-    lengths["replay"] = [len(prompt) + MAX_REPLAY_TOKENS for prompt in prompts]
+    lengths = {name: packed.parse_accepted_lengths for name, packed in sets.items()}
+    lengths["replay"] = [len(prompt) + evaluation.MAX_REPLAY_TOKENS for prompt in prompts]
     shards = [
         shard
         for split in SPLITS
@@ -211,7 +217,7 @@ def choose_contents(config: CaptureRun, model_config: Any) -> StoreContents:
     Raises:
         InputError: the target does not have a layer.
     """
-    num_layers = sizes.count_layers(model_config)
+    num_layers = count_layers(model_config)
     layers = config.layers
     if layers is None:
         asked = filter(None, (head.default_layers for head in HEADS.values()))
@@ -221,7 +227,7 @@ def choose_contents(config: CaptureRun, model_config: Any) -> StoreContents:
             f"layers={layers}: target.path={config.target.path} has hidden states 0..{num_layers}; "
             "name some of them, each once"
         )
-    width, ends = sizes.find_hidden_size(model_config), sizes.find_embedding_size(model_config)
+    width, ends = find_hidden_size(model_config), find_embedding_size(model_config)
     if layers and width != ends:
         raise InputError(
             f"layers={layers}: the hidden states of target.path={config.target.path} have width "
@@ -235,7 +241,7 @@ def choose_contents(config: CaptureRun, model_config: Any) -> StoreContents:
 def describe_target(
     config: CaptureRun, tokenizer: Any, device: torch.device, loaded: bool
 ) -> dict[str, Any]:
-    """Identity of the target, and how it runs.
+    """Describe the identity of the target, and how it runs, for the plan of a store.
 
     Args:
         config: settings with the target's location.
@@ -260,7 +266,7 @@ def describe_target(
 
 
 def check_disk(work: CaptureJob, print_sizes: bool) -> None:
-    """Print how much will be written, in each format, and refuse what does not fit.
+    """Print how much will be written, in each format; refuse a store that does not fit.
 
     Raises:
         InputError: the disk is too small; names both sizes.
@@ -289,7 +295,7 @@ def check_disk(work: CaptureJob, print_sizes: bool) -> None:
 
 @contextmanager
 def report_write_errors(folder: Path, state: PartialState) -> Iterator[None]:
-    """Also name files that could not be written in processes other than the first.
+    """Print errors of writing in every process, as accelerate shows those of the first only.
 
     Raises:
         InputError: instead of an OSError.
@@ -338,7 +344,7 @@ def write_shards(work: CaptureJob, state: PartialState) -> None:
 
 
 def load_capture_target(config: CaptureRun, device: torch.device) -> EmbeddingsAndOutputHead:
-    """The complete target, or only the parts that an engine leaves to us."""
+    """Load the complete target, or only the parts that an engine leaves to this process."""
     target: EmbeddingsAndOutputHead
     if config.target.engine:
         target = RemoteTarget.from_config(config.target, torch.device("cpu"))
@@ -373,20 +379,21 @@ def save_embeddings_and_head(target: EmbeddingsAndOutputHead, folder: Path) -> N
 
 
 ComputeStates = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""From a batch of packed sequences, [B, T] tensors on the CPU, to [B, T, D] `hidden_states` and
-`layers.{i}`, in any dtype."""
+"""Function that computes hidden states. It takes a batch of packed sequences by name ([B, T]
+tensors on the CPU) and returns `hidden_states` and one `layers.{i}` for each stored layer, each
+[B, T, D] of any dtype."""
 
 
 @dataclass(frozen=True)
 class StatesSource:
-    """The target's states of texts, and its own texts."""
+    """Compute the target's states of texts, and the target's own answers."""
 
     compute_states: ComputeStates
     texts: AnswerSource
 
     @classmethod
     def from_target(cls, target: Target, layers: tuple[int, ...]) -> "StatesSource":
-        """Source from a target in this process, and its layers."""
+        """Make a source that runs a target in this process."""
         return cls(make_target_states(target, layers), LocalAnswerSource(target))
 
 
@@ -394,7 +401,7 @@ class StatesSource:
 def open_source(
     config: TargetConfig, target: EmbeddingsAndOutputHead, layers: tuple[int, ...], text: list[int]
 ) -> Iterator[StatesSource]:
-    """Open a source of the target's states and own texts, from a pass here or from engines.
+    """Open a source of states and answers: a target in this process, or serving engines.
 
     Args:
         config: settings with the engines.
@@ -421,7 +428,7 @@ def open_source(
 
 
 def make_target_states(target: Target, layers: tuple[int, ...]) -> ComputeStates:
-    """Make states with the target's own forward pass."""
+    """Make a function that computes states with the target's own forward pass."""
 
     def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         documents = Documents.from_ids(batch["document_ids"]).to_device(target.device)
@@ -445,7 +452,7 @@ def capture_shard(
     writers: ShardWriterPool,
     bar: tqdm,
 ) -> None:
-    """Compute the states of the sequences of a shard and pass them to a writer."""
+    """Compute the states of the sequences of a shard, and hand them to a writer."""
     contents = work.plan.contents
     num_bytes = shard.num_tokens * contents.bytes_per_token
     copies = HostCopier(target.device, work.config.micro_batch_size, num_bytes)
@@ -477,7 +484,7 @@ def iter_batches(
     """Yield the sequences of a shard, in batches that run together."""
     if shard.split == "replay":
         prompts = work.prompts[shard.first : shard.last]
-        answers = dict(texts.stream_answers(prompts, replay.MAX_REPLAY_TOKENS))
+        answers = dict(texts.stream_answers(prompts, evaluation.MAX_REPLAY_TOKENS))
         for number, prompt in enumerate(prompts):
             answer = answers[number]
             # A packed sequence of one document, without padding.
@@ -498,13 +505,13 @@ def build_stored_tensors(
     states: Mapping[str, Tensor],
     tokens: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Encode the states [n, D] of a sequence as a store holds them, on the target's device.
+    """Build the tensors that a store holds of a sequence, on the target's device.
 
     Args:
         target: has the output head.
         contents: contents of the store.
         states: states by name.
-        tokens: [n], result of `token_fields`.
+        tokens: [n], result of `select_token_fields`.
     """
     tensors = {}
     for name in contents.state_names:
@@ -523,7 +530,7 @@ def build_stored_tensors(
 
 
 def select_token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Ids, documents and masks [n] of a packed sequence, as the store holds them."""
+    """Select ids, documents and masks [n] of a packed sequence, without padding."""
     num_tokens = int((row["document_ids"] >= 0).sum())
     return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKEN_FIELDS}
 

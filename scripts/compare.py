@@ -53,7 +53,7 @@ SAME = (
 
 
 def find_result_files(paths: list[str]) -> dict[str, Path]:
-    """Find the file of each result, by the result's name.
+    """Find the file of each result, by the name of the result.
 
     Raises:
         InputError: fewer than two, a missing file, or equal names.
@@ -82,7 +82,7 @@ def load_results(paths: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Read files of `eval/acceptance.py` that measure the same thing.
+    """Read results of `eval/acceptance.py`, and check that they measure the same thing.
 
     Raises:
         InputError: a missing or broken file, or measurements of different things.
@@ -106,7 +106,7 @@ def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def _list_texts(result: dict[str, Any]) -> list[tuple[int, int]]:
-    """Dialogue and turn of each text of chain and tree."""
+    """List the dialogue and turn of each text of chain and tree."""
     texts = [*result["prompts"], *select_tree_figures(result)["prompts"]]
     return [(text["dialogue"], text["turn"]) for text in texts]
 
@@ -125,13 +125,13 @@ def _build_fingerprint(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Make a table of cells; the first line is the header."""
+    """Build a Markdown table of cells; the first line is the header."""
     header, *others = (f"| {' | '.join(cells)} |" for cells in lines)
     return "\n".join([header, "|---" * len(lines[0]) + "|", *others])
 
 
 def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
-    """Make a header, and rows of tau of chain and tree, differences from the first, and alpha."""
+    """Build a header, and a row for each head: tau, differences from the first head, alpha."""
     first = next(iter(results))
     header = (
         "head", "tau, chain", "95% interval", f"more than {first}", "tau, tree",
@@ -154,7 +154,7 @@ def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[s
 
 
 def _describe_prompts(results: dict[str, dict[str, Any]]) -> str:
-    """Describe the prompts of all results."""
+    """Describe the prompts that all results share."""
     first = next(iter(results.values()))
     data = Path(str((first.get("data") or {}).get("path") or "the embedded default")).name
     turns = "first turns" if first.get("num_turns") == 1 else "all turns"
@@ -171,7 +171,7 @@ def _format_difference(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def build_golden_lengths(results: dict[str, dict[str, Any]]) -> str | None:
-    """Golden file of one head with chains of several lengths; None for other results."""
+    """Build the golden file of one head with chains of several lengths; None for other results."""
     rows = {result.get("draft_tokens", 0): result for result in results.values()}
     heads = {result.get("head") for result in results.values()}
     if len(heads) > 1 or 0 in rows or len(rows) < len(results):
@@ -182,7 +182,11 @@ def build_golden_lengths(results: dict[str, dict[str, Any]]) -> str | None:
 def compare_own_results(
     results: dict[str, dict[str, Any]],
 ) -> tuple[str, dict[str, Callable[..., None]]]:
-    """Compare our own results: the text, and a writer for each file beside it."""
+    """Compare results of `eval/acceptance.py`.
+
+    Returns:
+        The text, and a writer for each file beside it.
+    """
     text = f"{_describe_prompts(results)}\n\n{build_markdown_table(build_acceptance_rows(results))}"
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
     if lengths := build_golden_lengths(results):
@@ -193,7 +197,11 @@ def compare_own_results(
 def compare_reported_results(
     files: Mapping[str, Path],
 ) -> tuple[str, dict[str, Callable[..., None]]]:
-    """Compare results of several tools: the text, and a writer for each file beside it."""
+    """Compare results of several tools.
+
+    Returns:
+        The text, and a writer for each file beside it.
+    """
     results: dict[str, ReportedAcceptance] = {
         name: load_reported_acceptance(file) for name, file in files.items()
     }

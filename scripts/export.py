@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
+from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.settings.export import ExportFormat, ExportRun
 from scripts.preflight_checks import check_export
 
@@ -82,13 +82,13 @@ def main(config: ExportRun) -> None:
     command = head.plan_export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
-        same = following.collect_changed_settings(config, "head", "target") | {"target.path": path}
+        same = collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}
-        following.print_next_command("export", server | same | following.prompts_for(path))
+        print_next_command("export", server | same | prompts_for(path))
 
 
 def verify_export(out_dir: Path) -> None:
-    """Print the results of an independent reader.
+    """Check an export with an independent reader, and print its results.
 
     Raises:
         InputError: the export does not compute the trained head.

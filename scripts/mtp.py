@@ -45,7 +45,7 @@ from heads.target_model.weight_files import find_weight_files, load_tensor_table
 
 
 def main(config: MtpFilesRun) -> None:
-    """Run `action`.
+    """Check, extract or stitch an MTP layer, as `action` says.
 
     Raises:
         InputError: no layer, an incomplete layer, or a head of another kind.
@@ -83,7 +83,7 @@ def main(config: MtpFilesRun) -> None:
 
 
 def load_mtp_layer(folder: Path, path: str) -> MtpHead:
-    """Read the MTP layer in a folder.
+    """Load the MTP layer in a folder as a head.
 
     Raises:
         InputError: no layer, or an incomplete one.
@@ -117,7 +117,7 @@ def check_excluded_from_quantization(
 
 
 def check_norms(folder: Path, head: MtpHead, path: str) -> None:
-    """Refuse norms to which a converter added the 1 that such norms add themselves.
+    """Refuse norms whose weights a converter raised by the 1 that such norms add themselves.
 
     In norms that multiply by 1 + weight, the target's own weights are near 0, and the layer's must
     be too.
@@ -143,7 +143,7 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
 
 
 def iter_target_norms(file: Path) -> Iterator[Tensor]:
-    """Norms of the target's own layers in a file."""
+    """Yield the norm weights of the target's own layers in a file."""
     with safe_open(file, "pt") as opened:
         for name in load_tensor_table(file):
             if name.endswith("layernorm.weight") and "mtp" not in name:

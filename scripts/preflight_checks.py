@@ -23,7 +23,7 @@ from scripts.publish.staging import load_json
 
 
 def is_occupied(out_dir: str) -> bool:
-    """True for a file, and for a folder that is not empty."""
+    """Tell whether a path is a file, or a folder that is not empty."""
     path = Path(out_dir)
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
@@ -112,7 +112,7 @@ def check_prune(config: PruneRun) -> None:
 
 
 def check_merge(config: MergeAdapterRun) -> None:
-    """Refuse inputs that cannot be merged.
+    """Refuse a target without an adapter, a quantised target, and an `out_dir` with files.
 
     Raises:
         InputError: names the setting and its allowed values.
@@ -145,7 +145,7 @@ def check_relay(config: RelayRun) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address or name that only this machine can reach."""
+    """Tell whether only this machine can reach an address or name."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"

@@ -35,7 +35,6 @@ from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
 from eval.decode.generation_config import try_generation_config
-from eval.measure import measurement as processes
 from eval.measure.acceptance_stats import (
     PromptSteps,
     alpha,
@@ -44,6 +43,7 @@ from eval.measure.acceptance_stats import (
     tau,
 )
 from eval.measure.measured_head import MeasuredHead, get_device_name
+from eval.measure.measurement import join_processes
 from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
@@ -78,7 +78,7 @@ def main(config: PruneRun) -> None:
     head = load_head(str(folder), layers=config.head.layers)
     depth = choose_chain_depth(config, head)
     check_sizes(config.sizes, head.vocab, [])
-    state = processes.join_processes()
+    state = join_processes()
     if state.num_processes > 1:
         raise InputError(
             f"{state.num_processes} processes: pruning needs one; start it without accelerate "
@@ -154,7 +154,7 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
 
 
 def choose_chain_depth(config: PruneRun, head: DraftHead) -> int:
-    """Number of draft tokens of the replayed chain.
+    """Choose the number of draft tokens of the replayed chain.
 
     Raises:
         InputError: the head cannot be pruned, or cannot draft that many tokens.

@@ -12,8 +12,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
+from conf.command.run_record import collect_changed_settings, print_next_command
 from conf.settings.export import PushRun
 from scripts.preflight_checks import check_push
 
@@ -56,7 +56,10 @@ NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
 
 def main(config: PushRun) -> None:
-    """Stage, then write to `out_dir` (dry run) or upload, in one commit per repository."""
+    """Stage the files, then write them to `out_dir` (dry run) or upload them.
+
+    The upload is one commit per repository.
+    """
     check_push(config)
     exports = load_export_folders(config.exports)
     folder = Path(str(config.head.path)).expanduser()
@@ -107,16 +110,16 @@ def main(config: PushRun) -> None:
             write_dry_run(repos, Path(config.out_dir))
             print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
             print(f"links after upload: {', '.join(map(format_link, repos))}")
-            same = following.collect_changed_settings(config)
+            same = collect_changed_settings(config)
             for key in ("dry_run", "out_dir"):
                 same.pop(key, None)
-            following.print_next_command("dry run", same)
+            print_next_command("dry run", same)
         else:
             print("\n".join(upload_repositories(repos, config.private)))
 
 
 def check_source_terms(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:
-    """Ask the Hub about the head's sources, and print its answers.
+    """Ask the Hub for the terms of the head's sources, and print its answers.
 
     Raises:
         InputError: a source is private, but the head would be public.
@@ -168,7 +171,7 @@ def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
 def collect_card_facts(
     config: PushRun, head: DraftHead, folder: Path, provenance: dict[str, Any], places: list[Path]
 ) -> CardFacts:
-    """Collect the facts of the head itself.
+    """Collect the facts of the head itself for its card.
 
     Args:
         config: settings of the command.
@@ -199,7 +202,7 @@ def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def _target_name(provenance: dict[str, Any], target: str) -> str | None:
-    """Public name of the target; None for the embedded default."""
+    """Return the public name of the target; None for the embedded default."""
     if is_embedded(_target_settings(provenance).get("path") or ""):
         return None
     return target if is_hub_id(target) else Path(target).name
@@ -208,7 +211,7 @@ def _target_name(provenance: dict[str, Any], target: str) -> str | None:
 def load_measurement(
     places: list[Path], name: str, folder: Path, most: int | None
 ) -> dict[str, Any] | None:
-    """Read `acceptance.json` or `speedup.json`.
+    """Load `acceptance.json` or `speedup.json`, and check that it suits the head.
 
     Args:
         places: folders; the first that has the file is used.
@@ -249,12 +252,12 @@ def load_measurement(
 
 
 def find_first_file(places: list[Path], name: str) -> Path | None:
-    """Find a file in the first folder that has it."""
+    """Return the path of a file in the first folder that has it; None if no folder does."""
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
 def write_dry_run(repos: dict[str, Path], out_dir: Path) -> None:
-    """Write the upload's files: one repository, or a folder for each of several."""
+    """Write the files of an upload: one repository, or a folder for each of several."""
     try:
         for repo_id, staged in repos.items():
             there = out_dir if len(repos) == 1 else out_dir / repo_id.rsplit("/")[-1]

@@ -42,7 +42,7 @@ On your own model and conversations (source .venv/bin/activate):
 
 
 def list_stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
-    """Name, result and arguments of each stage; a stage whose result exists is done."""
+    """List name, result and arguments of each stage; a stage whose result exists is done."""
     measure = [f"head.path={out_dir}/head", f"out_dir={out_dir}"]
     train = ["train/medusa.py", f"out_dir={out_dir}", *TRAIN]
     if out_dir.is_dir() and any(out_dir.iterdir()):
@@ -55,7 +55,7 @@ def list_stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
 
 
 def run_stage(arguments: list[str]) -> None:
-    """Run one stage.
+    """Run one stage in a process; exit with its code if it fails.
 
     Training takes all cores, which the launcher would not. Decoding a model this small takes one,
     so that the figures do not depend on other load.
@@ -69,7 +69,7 @@ def run_stage(arguments: list[str]) -> None:
 
 
 def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
-    """Show the figures of both result files."""
+    """Build a table of the figures of both result files."""
     keys = ("tau", "tokens_per_s", "speedup")
     title = f"Held-out prompts; speed-up over {speedup['baseline']}"
     table = Table("method", "tau", "tokens/s", "speed-up", title=title)
@@ -81,14 +81,14 @@ def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
 
 
 def iter_answers(speedup: dict[str, Any]) -> Iterator[Text]:
-    """Show prompts and the target's answers, which are the same with and without drafts."""
+    """Yield prompts and the target's answers, which are the same with and without drafts."""
     for row in speedup["texts"][:NUM_ANSWERS]:
         answer = "".join(piece for piece, _ in row["methods"]["vanilla"]).removesuffix("<|end|>")
         yield Text.assemble((row["question"], "dim"), "\n", answer.rstrip(), "\n")
 
 
 def main(out_dir: Path) -> None:
-    """Run missing stages, then sum up."""
+    """Run missing stages, then print answers and figures."""
     seconds = {}
     for name, result, arguments in list_stages(out_dir):
         started = monotonic()

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command import run_record as following
 from conf.command.entry import Command
+from conf.command.run_record import collect_changed_settings, print_next_command
 from conf.settings.scripts import RegenerateRun
 from eval.preflight_checks import check_inputs
 
@@ -70,8 +70,9 @@ from heads.target_model.model import Target
 
 NUM_LISTED = 10
 BATCHES_AT_A_TIME = 8
-"""Batches of conversations to finish before others begin. With few, more rows are idle at their
-ends; with many, more is answered again when a run is resumed."""
+"""Batches per group of conversations. A group ends before the next one starts. In a small group the
+last batch runs half empty more often. A killed run answers its whole unfinished group again, so a
+large group repeats more work."""
 
 
 def main(config: RegenerateRun) -> None:
@@ -117,11 +118,11 @@ def main(config: RegenerateRun) -> None:
             f"{len(todo)} conversations to answer, at most {config.max_new_tokens} tokens a turn; "
             f"answers go to {journal.path}"
         )
-        tally = OutcomeCounter(config)
+        counter = OutcomeCounter(config)
         with tqdm(desc="answering", total=len(dialogues), initial=num_done, unit="row") as bar:
 
             def report(outcomes: list[DialogueOutcome]) -> None:
-                tally.record_outcomes(outcomes, journal)
+                counter.record_outcomes(outcomes, journal)
                 bar.update(len(outcomes))
 
             if todo and endpoint is not None:
@@ -129,18 +130,16 @@ def main(config: RegenerateRun) -> None:
             elif todo:
                 answer_in_process(dialogues, config, device, journal.done_ids, report)
         rows = journal.write_sorted()
-    print_report(config, rows, tally)
-    if RequestFailedError in tally.problems:
+    print_report(config, rows, counter)
+    if RequestFailedError in counter.problems:
         sys.exit(1)
     name = config.target.path if endpoint is None else config.model or "MODEL"
-    target = following.collect_changed_settings(config, "target") | {"target.path": name}
-    following.print_next_command(
-        "regenerate", {"head": "eagle3_1", **target, "data.path": journal.path}
-    )
+    target = collect_changed_settings(config, "target") | {"target.path": name}
+    print_next_command("regenerate", {"head": "eagle3_1", **target, "data.path": journal.path})
 
 
 def load_conversations(config: RegenerateRun) -> LoadedRecords:
-    """Read the conversations of the data.
+    """Load the conversations of the data.
 
     Raises:
         InputError: the data are plain text.
@@ -185,11 +184,11 @@ async def make_endpoint(config: RegenerateRun) -> Endpoint:
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row
-    """The target's answer is empty, so there is no row to learn from; this is no failure."""
+    """Signal that the target's answer is empty: no row to learn from, but no failure."""
 
 
 class Dialogue:
-    """One conversation while the target replaces its answers."""
+    """Hold one conversation while the target replaces its answers."""
 
     def __init__(self, index: int, record: Record, seed: int) -> None:
         """Start before the first question.
@@ -242,11 +241,11 @@ class Dialogue:
 
     @property
     def template_messages(self) -> list[dict]:
-        """The conversation so far, as a chat template takes it."""
+        """Return the conversation so far, as a chat template takes it."""
         return [{k: v for k, v in m.items() if k != "token_ids"} for m in self.messages]
 
     def build_request_arguments(self, template_kwargs: Mapping[str, Any] | None) -> dict:
-        """Arguments for a server besides messages: tools, and arguments of the chat template."""
+        """Build the arguments for a server besides messages: tools, arguments of the template."""
         told = {
             "tools": self.tools,
             "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
@@ -254,12 +253,12 @@ class Dialogue:
         return {key: value for key, value in told.items() if value}
 
     def compute_seed(self) -> int:
-        """A seed for the current answer that depends only on the run, the row and the turn."""
+        """Compute a seed for the current answer from the run, the row and the turn alone."""
         key = f"{self._seed}:{self.id}:{self._num_answers}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") >> 1
 
     def build_row(self) -> dict:
-        """Make the row to write; `truncated_turns` counts answers from 0."""
+        """Build the row to write; `truncated_turns` counts answers from 0."""
         own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {
             "id": self.id,
@@ -271,7 +270,7 @@ class Dialogue:
 
 
 class DialogueOutcome(NamedTuple):
-    """The result of a conversation: a row or an error."""
+    """Pair a conversation with the error that ended it; without an error it is a row."""
 
     dialogue: Dialogue
     problem: Exception | None = None
@@ -287,17 +286,25 @@ def answer_in_process(
     done: set[int],
     report: Report,
 ) -> None:
-    """Answer all open dialogues, some batches at a time.
+    """Answer the open conversations in groups of some batches.
 
-    Dialogues of similar length run together, longest first, so that too large a batch fails at
-    once. Finished dialogues are grouped with the others: the sums in a batch depend, in the last
-    bits, on its padding, and a resumed run must repeat those of an uninterrupted one.
+    Conversations of similar length share a group, the longest first, so that a batch size too large
+    for memory fails at once. Finished conversations of an unfinished group are answered again:
+    padding changes the last bits of the sums in a batch, and a resumed run must write what an
+    uninterrupted one writes.
+
+    Args:
+        dialogues: all conversations, finished ones too.
+        config: settings of the command.
+        device: device of the target.
+        done: ids of the finished conversations.
+        report: called with each new outcome.
     """
     target = load_target(config.target, device)
     apply_generation_config(target, plain=config.plain)
     pack_weights(target.model, target.output_head)
     encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
-    local = ConversationAnswerer(
+    answerer = ConversationAnswerer(
         target, encoder, config.batch_size, config.max_new_tokens, config.temperature
     )
     ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
@@ -305,13 +312,16 @@ def answer_in_process(
     for start in range(0, len(ordered), size):
         group = ordered[start : start + size]
         if any(dialogue.id not in done for dialogue in group):
-            for outcome in iter_group_outcomes(group, local):
+            for outcome in iter_group_outcomes(group, answerer):
                 if outcome.dialogue.id not in done:
                     report([outcome])
 
 
 class ConversationAnswerer:
-    """A target that answers several conversations at once, and applies its generation config."""
+    """Answer several conversations at once with a target in this process.
+
+    The generation config of the target applies.
+    """
 
     def __init__(
         self,
@@ -335,7 +345,7 @@ class ConversationAnswerer:
             )
 
     def encode_prompt(self, dialogue: Dialogue) -> list[int]:
-        """Render a conversation up to the target's turn.
+        """Render a conversation up to the target's turn, as token ids.
 
         Raises:
             RowRefused: the template refuses it, it leaves no room for the answer, or the target
@@ -385,7 +395,7 @@ class ConversationAnswerer:
         """Split an answer into thinking, text and tool calls.
 
         Args:
-            ids: token ids of an answer from `answers`.
+            ids: token ids of an answer from `answer_with_states`.
             dialogue: the conversation that it answers.
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -395,16 +405,16 @@ class ConversationAnswerer:
 
 
 def iter_group_outcomes(
-    group: list[Dialogue], local: ConversationAnswerer
+    group: list[Dialogue], answerer: ConversationAnswerer
 ) -> Iterator[DialogueOutcome]:
     """Answer all dialogues of a group, turn by turn; yield their outcomes as they end."""
-    following: list[tuple[Dialogue, list[int]]] = []
+    next_round: list[tuple[Dialogue, list[int]]] = []
 
     def ask(dialogue: Dialogue) -> Iterator[DialogueOutcome]:
         """Put the next question into the next round; yield the outcome if there is none."""
         try:
             if dialogue.advance_to_question():
-                following.append((dialogue, local.encode_prompt(dialogue)))
+                next_round.append((dialogue, answerer.encode_prompt(dialogue)))
             else:
                 yield DialogueOutcome(dialogue)
         except RequestRefusedError as error:
@@ -412,13 +422,13 @@ def iter_group_outcomes(
 
     for dialogue in group:
         yield from ask(dialogue)
-    while following:
-        asked, following = following, []
+    while next_round:
+        asked, next_round = next_round, []
         seeds = [dialogue.compute_seed() for dialogue, _ in asked]
-        for number, ids in local.answer_with_states([prompt for _, prompt in asked], seeds):
+        for number, ids in answerer.answer_with_states([prompt for _, prompt in asked], seeds):
             dialogue, _ = asked[number]
             try:
-                dialogue.add_answer(local.encode_response(ids, dialogue))
+                dialogue.add_answer(answerer.encode_response(ids, dialogue))
             except RowEmpty as error:
                 yield DialogueOutcome(dialogue, error)
             else:
@@ -465,7 +475,7 @@ async def answer_from_endpoint(
 
 @dataclass
 class OutcomeCounter:
-    """Conversations that ended without a row, by reason; stops a run in which nothing works."""
+    """Count conversations that ended without a row, by reason; stop a run where nothing works."""
 
     config: RegenerateRun
     problems: dict[type[Exception], list[str]] = field(default_factory=dict)
@@ -473,7 +483,7 @@ class OutcomeCounter:
     num_cut: int = 0
 
     def record_outcomes(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
-        """Write the rows, then count the others.
+        """Write the rows of finished conversations, and count the others.
 
         Raises:
             InputError: a row is refused but rows must not be skipped, or nothing works any more.
@@ -501,8 +511,8 @@ class OutcomeCounter:
                 )
 
 
-def print_report(config: RegenerateRun, rows: list[dict], tally: OutcomeCounter) -> None:
-    """Print the number of conversations, and what happened to the others."""
+def print_report(config: RegenerateRun, rows: list[dict], counter: OutcomeCounter) -> None:
+    """Print the number of conversations, and the reasons of those without a row."""
     num_truncated = sum(bool(row["truncated_turns"]) for row in rows)
     print(f"{len(rows)} conversations in {Path(config.out_dir) / ROWS_NAME}")
     if num_truncated:
@@ -510,9 +520,9 @@ def print_report(config: RegenerateRun, rows: list[dict], tally: OutcomeCounter)
             f"{num_truncated} of them hold an answer cut off at "
             f"max_new_tokens={config.max_new_tokens}, or at a stop text; truncated_turns lists it"
         )
-    if tally.num_cut:
+    if counter.num_cut:
         print(
-            f"{tally.num_cut} of them end early, before the result of a tool that an answer of "
+            f"{counter.num_cut} of them end early, before the result of a tool that an answer of "
             "the data had called"
         )
     for error, words in (
@@ -520,7 +530,7 @@ def print_report(config: RegenerateRun, rows: list[dict], tally: OutcomeCounter)
         (RequestRefusedError, "skipped, refused"),
         (RequestFailedError, "failed; start again to retry them"),
     ):
-        if problems := tally.problems.get(error):
+        if problems := counter.problems.get(error):
             print(f"{len(problems)} conversations {words}:")
             for problem in problems[:NUM_LISTED]:
                 print(f"  {problem}")

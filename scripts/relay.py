@@ -57,7 +57,7 @@ SWEEPS = 10
 
 
 class RelayServer(ThreadingHTTPServer):
-    """Server for the files of a folder; a context manager, which also deletes old ones.
+    """Serve the files of a folder, and delete old ones; a context manager.
 
     Attributes:
         folder: folder that the vLLM server writes to.
@@ -108,7 +108,7 @@ class RelayServer(ThreadingHTTPServer):
         return self._key is None or hmac.compare_digest(header.encode(), self._key)
 
     def measure_health(self) -> dict[str, float | None]:
-        """Free bytes, number of files of states, and seconds since the oldest was written."""
+        """Measure free bytes, number of files, and seconds since the oldest file was written."""
         written = []
         for path in self.folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):
@@ -134,7 +134,7 @@ class RelayServer(ThreadingHTTPServer):
 
 
 class RelayHandler(BaseHTTPRequestHandler):
-    """Handler of one connection."""
+    """Handle the requests of one connection."""
 
     server: RelayServer
     protocol_version = "HTTP/1.1"

@@ -33,9 +33,13 @@ from tqdm import tqdm
 
 from conf.command.run_record import collect_provenance
 from conf.errors import InputError
-from eval.measure import measurement as processes
 from eval.measure.acceptance_stats import PromptSteps, compare_tau, tau
-from eval.measure.measurement import Measurement, open_measurement, write_result
+from eval.measure.measurement import (
+    Measurement,
+    gather_items,
+    open_measurement,
+    write_result,
+)
 from eval.measure.replay import rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
 from heads.decoding.tree import Tree
@@ -44,12 +48,13 @@ from heads.kinds import load_head
 
 DECLARED = "as its files say"
 LEAST_GAIN_FRACTION = 0.02
-"""Share of tau. A smaller gain may be chance, as there are many variants, and is worth little."""
+"""Smallest gain in tau that counts, as a fraction of tau. Among many variants a smaller gain may be
+chance, and it would be worth little."""
 
 
 @dataclass(frozen=True)
 class HeadVariant:
-    """A head that was read from its files in one way.
+    """Hold a head that was read from its files in one way.
 
     Attributes:
         changes: differences from the files, one after the other.
@@ -63,16 +68,16 @@ class HeadVariant:
 
     @property
     def name(self) -> str:
-        """The changes as text."""
+        """Return the changes as text."""
         return "; ".join(self.changes) or DECLARED
 
     def compare_with(self, other: "HeadVariant") -> tuple[float, Any]:
-        """Difference in tau from another variant, and its interval over dialogues."""
+        """Compute the difference in tau from another variant, and its interval over dialogues."""
         first, second = ([p.build_row() for p in variant.prompts] for variant in (other, self))
         return compare_tau(first, second, seed=0)
 
     def is_better_than(self, other: "HeadVariant") -> bool:
-        """True if it is significantly better, by a relevant amount."""
+        """Tell whether this variant is significantly better, by a relevant amount."""
         more, interval = self.compare_with(other)
         return (
             interval is not None
@@ -81,7 +86,7 @@ class HeadVariant:
         )
 
     def build_row(self, declared: "HeadVariant") -> dict[str, Any]:
-        """Row of this variant in the results file."""
+        """Build the row of this variant in the results file."""
         more, interval = self.compare_with(declared)
         return {"reading": self.name, "tau": tau(self.prompts), "more": more, "more_ci95": interval}
 
@@ -90,7 +95,7 @@ class HeadVariant:
 def find_best_variant(
     bench: Measurement, config: RepairRun
 ) -> tuple[list[dict[str, Any]], HeadVariant | None]:
-    """Return the rows of all variants tried, and the best unless it is the files' own.
+    """Measure all variants; return their rows, and the best unless it is the files' own.
 
     A better variant is varied in every way again, as files may have several faults.
     """
@@ -110,7 +115,7 @@ def find_best_variant(
             steps = replay_tree(chain, ranked, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
             prompts.append(PromptSteps(prompt.category, steps, drafted, *place))
-        return HeadVariant(changes, head, processes.gather_items(prompts))
+        return HeadVariant(changes, head, gather_items(prompts))
 
     best = declared = replayed((), head)
     rows = [declared.build_row(declared)]
@@ -139,7 +144,7 @@ def save_variant(variant: HeadVariant, config: RepairRun, bench: Measurement, fo
 
 
 def print_variants(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row per variant."""
+    """Print a table with a row for each variant."""
     table = Table(title="tau of chains, replayed over the target's own answers")
     for column in ("read", "tau", "more", "95% interval"):
         table.add_column(column, justify="left" if column == "read" else "right")
@@ -151,7 +156,7 @@ def print_variants(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main(config: RepairRun) -> None:
-    """Measure, print, and write `repair.json`, and `out_dir/head` if a fault was found."""
+    """Measure the variants; write `repair.json`, and `out_dir/head` if a fault was found."""
     bench = open_measurement(config, "repair.json")
     head = bench.head.draft_head
     if next(head.iter_config_variants(), None) is None:

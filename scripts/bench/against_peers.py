@@ -36,7 +36,13 @@ SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 
 
 class Peer(NamedTuple):
-    """A path of `peer_steps.py`, and the variable that names its Python if it needs another one."""
+    """Name a path of `peer_steps.py`.
+
+    Attributes:
+        name: label in the tables.
+        path: key of `STEPS_BY_NAME` in `peer_steps.py`.
+        variable: environment variable with the Python of the toolkit; None runs this Python.
+    """
 
     name: str
     path: str
@@ -62,7 +68,7 @@ end of a document, except where the next document's mask stops them."""
 
 
 def measure_peers(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
-    """Return the cost of each path, ours first, and the versions that ran.
+    """Measure a step of each path; return a table, ours first, and the versions that ran.
 
     Raises:
         InputError: a first loss differs from ours, so the steps are not the same.
@@ -95,7 +101,7 @@ def measure_peers(job: dict[str, Any], peers: list[Peer]) -> tuple[str, str]:
 
 
 def print_tables(options: argparse.Namespace) -> None:
-    """Print one table per head, and for EAGLE-3 one per number of steps."""
+    """Print a table for each head, and for EAGLE-3 a table for each number of steps."""
     print(
         f"{options.tokens} tokens in one packed sequence, two thirds of them learnt; hidden size "
         f"{options.hidden}, vocabulary {options.vocab}, float32; {format_device(best_device())}; "
@@ -129,7 +135,7 @@ def print_tables(options: argparse.Namespace) -> None:
 
 
 def find_runnable_peers(peers: tuple[Peer, ...]) -> list[Peer]:
-    """Return the peers whose Python exists; print which are left out.
+    """Return the peers whose Python exists, and print the names of the others.
 
     Raises:
         InputError: a variable names no file.
@@ -172,7 +178,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the tables of all heads."""
     try:
         options = parse_arguments()
         torch.set_num_threads(options.threads)

@@ -1,10 +1,10 @@
 """Speed of capture against the target's bare forward pass, and bytes of a store.
 
 `python scripts/bench/capture.py --target FOLDER --data chats.jsonl` runs packed sequences in
-groups: each group first through `Target.read` only, then through every kind of capture, written to
-disk and synced. It prints medians of tokens/s and of the ratio within a group. A second baseline
-also computes the target's logits, which a top-k teacher needs. The other table has the bytes per
-token of a target with 4,096 channels.
+groups: each group first through `Target.encode_documents` only, then through every kind of capture,
+written to disk and synced. It prints medians of tokens/s and of the ratio within a group. A second
+baseline also computes the target's logits, which a top-k teacher needs. The other table has the
+bytes per token of a target with 4,096 channels.
 """
 
 import sys
@@ -57,7 +57,7 @@ STORED = [
 def replace_storage(
     contents: StoreContents, state_format: StateFormat, teacher: TeacherKind
 ) -> StoreContents:
-    """The same layers stored in another way."""
+    """Return the contents of a store with another format of states and kind of teacher."""
     k = CaptureRun().top_k if teacher is TeacherKind.top_k else 0
     return replace(contents, format=state_format, teacher=teacher, top_k=k)
 
@@ -66,7 +66,7 @@ def replace_storage(
 def run_target_only(
     work: CaptureJob, target: Target, with_logits: bool, shard: PlannedShard
 ) -> None:
-    """Run the target over the sequences of a shard, without storing."""
+    """Run the target over the sequences of a shard, without storing its states."""
     source = StatesSource.from_target(target, work.plan.contents.layers)
     for rows in iter_batches(work, shard, source.texts):
         states = source.compute_states(
@@ -78,14 +78,14 @@ def run_target_only(
 
 
 def capture_to_disk(work: CaptureJob, target: Target, shard: PlannedShard) -> None:
-    """Capture a shard to disk."""
+    """Capture a shard to disk, as `scripts/capture.py` does."""
     source = StatesSource.from_target(target, work.plan.contents.layers)
     with ShardWriterPool() as writers:
         capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
 
 def measure_run_seconds(run: Callable[[], None]) -> float:
-    """Measure the time of a run, including the work of GPU and disk.
+    """Measure the seconds of a call, including the work of GPU and disk.
 
     On a CPU this is the processor time of all threads, which other programs hardly change.
     """
@@ -109,7 +109,7 @@ def measure_run_rates(
 
 
 def build_speed_table(rates: dict[str, list[float]]) -> Table:
-    """Medians, and the median ratio to each of the first two runs."""
+    """Build a table of median tokens/s, and of median ratios to each of the first two runs."""
     table = Table("", "tokens/s", "of target.read", "of read and logits")
     forward, with_logits = list(rates.values())[:2]
     for name, speeds in rates.items():
@@ -122,7 +122,7 @@ def build_speed_table(rates: dict[str, list[float]]) -> Table:
 
 
 def build_size_table() -> Table:
-    """Bytes per token of 3 layers, ids, documents and masks included."""
+    """Build a table of bytes per token of 3 layers, including ids, documents and masks."""
     table = Table("4,096 channels, 3 layers", "bytes/token", "KiB/token", "GiB per million tokens")
     contents = StoreContents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
     for way in STORED:
@@ -133,12 +133,12 @@ def build_size_table() -> Table:
 
 
 def format_run_label(state_format: StateFormat, teacher: TeacherKind) -> str:
-    """The words for a format of states and a kind of teacher."""
+    """Format the label of a capture: its format of states and its kind of teacher."""
     return f"{state_format.value}, {teacher.value}"
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Target, data and sizes."""
+    """Parse the paths of target and data, and the sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
@@ -150,7 +150,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens per second of the bare passes and of each kind of capture, group by group."""
+    """Measure tokens/s of the bare passes and of each kind of capture, group by group."""
     config = CaptureRun(
         target=TargetConfig(path=options.target),
         data=DataConfig(path=options.data, max_length=options.tokens),
@@ -179,7 +179,7 @@ def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table of speeds and the table of sizes."""
     Console().print(build_speed_table(measure_capture_rates(parse_arguments())))
     Console().print(build_size_table())
 

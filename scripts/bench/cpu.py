@@ -45,8 +45,7 @@ from heads.kinds import HEADS, make_untrained_head
 from heads.layers.fast_linear import pack_weights
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench import engine as bench_engine
-from scripts.bench import training as bench_train
+from scripts.bench import engine, training
 from scripts.bench.harness import ROOT, add_size_flags, build_markdown_table
 
 SIZES = {
@@ -77,13 +76,13 @@ Run = Callable[[], int]
 
 
 def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
-    """Every part by its name.
+    """Build every part of the benchmark, by its name.
 
     Args:
         sizes: `SIZES`, and `dtype`.
         folder: folder for the output of training.
     """
-    options = bench_train.parse_arguments([
+    options = training.parse_arguments([
         "--hidden", str(sizes["hidden"]), "--layers", str(sizes["layers"]),
         "--vocab", str(sizes["vocab"]), "--max-length", str(sizes["length"]), "--batch-size", "1",
         "--dtype", sizes["dtype"], "--optimizer", "muon",
@@ -96,11 +95,11 @@ def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
 
 
 def build_passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
-    """Passes of a target: over few rows, packed, as in decoding; over many, as in training."""
-    answers = bench_engine.make_certain_target(
+    """Build passes of a target: over few packed rows, as in decoding; over many, as in training."""
+    answerer = engine.make_certain_target(
         getattr(torch, sizes["dtype"]), sizes["layers"], sizes["hidden"], sizes["vocab"]
     )
-    teaches = bench_train.make_random_target(options, torch.device("cpu"))
+    teacher = training.make_random_target(options, torch.device("cpu"))
 
     def forward(target: Target, num_texts: int, num_rows: int) -> int:
         ids = torch.arange(num_texts * num_rows).view(num_texts, num_rows) % sizes["vocab"]
@@ -110,14 +109,14 @@ def build_passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str
 
     texts = sizes["rows"] // sizes["length"]
     return {
-        "target, 1 row": partial(forward, answers, 1, 1),
-        "target, 5 rows": partial(forward, answers, 1, 5),
-        f"target, {sizes['rows']:,} rows": partial(forward, teaches, texts, sizes["length"]),
+        "target, 1 row": partial(forward, answerer, 1, 1),
+        "target, 5 rows": partial(forward, answerer, 1, 5),
+        f"target, {sizes['rows']:,} rows": partial(forward, teacher, texts, sizes["length"]),
     }
 
 
 def build_training_steps(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
-    """Steps of the training loop: target pass, forward, loss, backward, Muon."""
+    """Build a step of the training loop for each head: target, head, loss, backward pass, Muon."""
 
     def step(run: Any) -> int:
         run.optimizer_step()
@@ -126,20 +125,23 @@ def build_training_steps(options: argparse.Namespace, folder: Path) -> dict[str,
     steps: dict[str, Run] = {}
     for name, form in TRAINED.items():
         options.head = form
-        run, _ = bench_train.start_run(options, folder / form)
+        run, _ = training.start_run(options, folder / form)
         steps[f"{name}, training step"] = partial(step, run)
     return steps
 
 
 def build_decoding_texts(sizes: dict[str, Any]) -> dict[str, Run]:
-    """A text by each drafting method, of a target whose text no rounding changes."""
+    """Build one part for each drafting method: it decodes a text.
+
+    The target predicts each token by so wide a margin that rounding in bfloat16 changes no token.
+    """
     dtype, vocab = getattr(torch, sizes["dtype"]), sizes["vocab"]
-    target = bench_engine.make_certain_target(dtype, sizes["layers"], sizes["hidden"], vocab)
+    target = engine.make_certain_target(dtype, sizes["layers"], sizes["hidden"], vocab)
     length = sizes["new_tokens"]
     # Its text repeats the prompt, so that look-ups find matches.
     start = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:1].tolist()
-    said = decode(target, NoDraft(), start, length).token_ids
-    prompt = (start + said) * -(-sizes["prompt"] // (length + 1)) + start
+    answer = decode(target, NoDraft(), start, length).token_ids
+    prompt = (start + answer) * -(-sizes["prompt"] // (length + 1)) + start
     ways: dict[str, Callable[[], Drafter]] = {
         "vanilla": NoDraft,
         "prompt_lookup": PromptLookup,
@@ -165,7 +167,7 @@ def build_decoding_texts(sizes: dict[str, Any]) -> dict[str, Run]:
 
 
 def serve_parts(sizes: dict[str, Any]) -> None:
-    """Run a part for each line of standard input, its name; answer `MILLISECONDS STEPS`."""
+    """Run the part that each line of standard input names; answer `MILLISECONDS STEPS`."""
     torch.set_num_threads(sizes["threads"])
     # Other output of training goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -180,7 +182,7 @@ def serve_parts(sizes: dict[str, Any]) -> None:
 
 
 class WorkerProcess:
-    """A process that runs parts, and stays open while others start.
+    """Hold a process that runs parts, and stays open while other processes run theirs.
 
     Args:
         variables: environment variables to add.
@@ -188,7 +190,7 @@ class WorkerProcess:
     """
 
     def __init__(self, variables: Mapping[str, str], sizes: Mapping[str, object]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, which `end` closes
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, which `end_process` closes
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve", json.dumps(sizes)],
             cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(sizes["threads"]), **variables},
@@ -206,7 +208,7 @@ class WorkerProcess:
         return processor, names
 
     def run_part(self, part: str) -> tuple[float, int]:
-        """Return milliseconds and steps of a part.
+        """Run a part in the process; return its milliseconds and its number of steps.
 
         Raises:
             InputError: the process failed.
@@ -233,7 +235,7 @@ class WorkerProcess:
 
 
 def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
-    """Time all parts, by one process after the other, after one run to warm up.
+    """Time all parts, in one process after the other, after one run to warm up.
 
     Raises:
         InputError: the processes take different steps, so their times do not compare.
@@ -255,7 +257,7 @@ def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
 
 
 def build_rows(times: Times) -> tuple[list[tuple[str, ...]], float]:
-    """Make rows: part, milliseconds natively and with AVX2, their ratio, milliseconds in bfloat16.
+    """Build the rows of the table: part, milliseconds as it is, with AVX2, ratio, in bfloat16.
 
     Args:
         times: times of all columns of `COLUMNS`.
@@ -283,7 +285,7 @@ def build_rows(times: Times) -> tuple[list[tuple[str, ...]], float]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Print the table; return 1 if a part exceeds the limit."""
+    """Print the table of all parts; return 1 if a part exceeds the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_size_flags(parser, **SIZES, repeats=5)
     parser.add_argument("--limit", type=float, default=3.0, help="largest allowed ratio of times")

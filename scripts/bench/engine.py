@@ -45,7 +45,7 @@ PARTS = STEP_PARTS if torch.cuda.is_available() else [p for p in STEP_PARTS if p
 
 
 class OracleCorrectedDrafter:
-    """Runs a drafter, then proposes an oracle's draft instead of its own."""
+    """Run a drafter, then propose an oracle's draft in place of the drafter's."""
 
     def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
         self.drafter, self.oracle = drafter, oracle
@@ -69,7 +69,7 @@ class OracleCorrectedDrafter:
         self.oracle.select_rows(rows)
 
     def insert_row(self, row: int, other: "OracleCorrectedDrafter") -> None:
-        """Take a row of another object's drafters."""
+        """Replace a row of both drafters by the first row of another object's drafters."""
         self.drafter.insert_row(row, other.drafter)
         self.oracle.insert_row(row, other.oracle)
 
@@ -77,7 +77,7 @@ class OracleCorrectedDrafter:
 def make_certain_target(
     dtype: torch.dtype, num_layers: int = 32, width: int = 512, vocab: int = 4096
 ) -> Target:
-    """Make a packed target with sure texts; the default sizes give 105M parameters."""
+    """Make a packed target that is certain of each token, by default of 105M parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=width, intermediate_size=3 * width,
@@ -92,7 +92,7 @@ def make_certain_target(
 
 
 def make_sure(model: Any) -> None:
-    """Make each token follow from the last one by a wide margin, in a random model.
+    """Change a random model so that each token follows from the last one by a wide margin.
 
     The output head becomes the embedding in another order. Rounding in low precision must not
     change the text that the oracle knows.
@@ -104,7 +104,7 @@ def make_sure(model: Any) -> None:
 
 
 def make_drafters(target: Target, text: list[int], rate: float) -> dict[str, Callable[[], Drafter]]:
-    """Make a fresh drafter of each kind, whose drafts are accepted at `rate`."""
+    """Make a function for each kind of drafter, which makes one with acceptance `rate`."""
 
     def corrected(make: Callable[[], Drafter], tree: Tree) -> Callable[[], Drafter]:
         return lambda: OracleCorrectedDrafter(make(), Oracle([text], tree, rate, target.vocab_size))
@@ -132,7 +132,7 @@ def make_drafters(target: Target, text: list[int], rate: float) -> dict[str, Cal
 def decode_texts(
     target: Target, prompt: list[int], makes: dict[str, Callable[[], Drafter]]
 ) -> dict[str, list[Generation]]:
-    """Texts of every drafter, interleaved, after a warm-up; on a GPU as captured steps."""
+    """Decode texts with every drafter, in turn, after a warm-up; on a GPU in captured steps."""
     texts: dict[str, list[Generation]] = {name: [] for name in makes}
 
     def decoding(make: Callable[[], Drafter]) -> PromptDecoder:
@@ -148,7 +148,7 @@ def decode_texts(
 
 
 def format_row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
-    """tau, speed-up of decoding over the baseline, their ratio, milliseconds of a step."""
+    """Format a row: name, tau, speed-up over the baseline, their ratio, milliseconds of parts."""
 
     def median(part: str, of: list[Generation]) -> float:
         return statistics.median(getattr(text.times, part) for text in of)
@@ -164,7 +164,7 @@ def format_row(name: str, texts: list[Generation], base: list[Generation]) -> li
 def measure_drafters(
     dtype: str, rate: float, num_layers: int
 ) -> tuple[Target, dict[str, list[Generation]]]:
-    """The target, and texts without drafting and of every drafter."""
+    """Decode with every drafter; return the target, and the texts by name of the drafter."""
     target = make_certain_target(getattr(torch, dtype), num_layers)
     generator = torch.Generator().manual_seed(1)
     prompt: Any = torch.randint(10, 4096, (PROMPT_LENGTH,), generator=generator).tolist()
@@ -174,7 +174,7 @@ def measure_drafters(
 
 
 def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> None:
-    """Print the table."""
+    """Print the table of all drafters."""
     target, texts = measure_drafters(dtype, float(rate), int(num_layers))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
     where = f"{target.device.type}, {torch.get_num_threads()} threads"

@@ -1,9 +1,9 @@
 """Training beside a serving engine: the rate of hidden states, and the time spent waiting for them.
 
 `python scripts/bench/engines.py` starts a stand-in for an engine and processes that read from it
-with `StatesPool`, through the folder or a relay. The stand-in answers with random states from files
-written in advance; it hard-links them, which costs next to nothing. A table has bytes per second,
-and processor seconds per GB of copies, checks, files, requests, the stand-in and the relay.
+with `HiddenStatesPool`, through the folder or a relay. The stand-in answers with random states from
+files written in advance; it hard-links them, which costs next to nothing. A table has bytes per
+second, and processor seconds per GB of copies, checks, files, requests, the stand-in and the relay.
 
 `--train` trains a small head in each process from a stand-in with a given tokens/s, and prints the
 share of the time spent waiting. `--memory STEPS` prints the memory of such a process at a tenth of
@@ -56,14 +56,15 @@ READ = {"medusa": [LAST], "eagle3": [2, 4, 5, LAST]}
 """Layers that a head reads."""
 HIDDEN, VOCAB = 256, 1024
 WARM_UP = 8
-"""Steps before timing; until the last of them no states were on their way."""
+"""Training steps before the timed ones. At the start no states have been requested in advance, so
+the first steps wait longer than later ones."""
 NUM_DRAWN = 64
 """Tokens with random states of their own; later tokens repeat these."""
 TIMEOUT_S = 600.0
 
 
 class StandIn(ThreadingHTTPServer):
-    """Server that answers with random states, at once or at a rate; a context manager.
+    """Serve random states in place of vLLM, at once or at a rate; a context manager.
 
     Attributes:
         url: base URL.
@@ -97,7 +98,10 @@ class StandIn(ThreadingHTTPServer):
         shutil.rmtree(self._root)
 
     def write_states(self, token_ids: list[int]) -> Path:
-        """File with the states of a document; written in advance if the document counts from 0."""
+        """Write the states of a document to a file, and return its path.
+
+        Documents that count from 0 share a file that was written in advance.
+        """
         size = len(token_ids)
         with self._lock:
             name = f"{next(self._numbers)}.safetensors"
@@ -125,7 +129,7 @@ class StandIn(ThreadingHTTPServer):
 
 
 class StandInHandler(BaseHTTPRequestHandler):
-    """Answers as vLLM does, to the extent that `HiddenStatesServer` asks."""
+    """Answer as vLLM does, to the extent that `HiddenStatesClient` asks."""
 
     server: StandIn
     protocol_version = "HTTP/1.1"
@@ -140,7 +144,7 @@ class StandInHandler(BaseHTTPRequestHandler):
         self._send_json({"version": "0.32.0"} if self.path == "/version" else models)
 
     def do_POST(self) -> None:
-        """Write a document's states."""
+        """Write a document's states, and answer with the path of the file."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         path = self.server.write_states(body["prompt"])
         self._send_json({"choices": [{}], "kv_transfer_params": {"hidden_states_path": str(path)}})
@@ -154,12 +158,12 @@ class StandInHandler(BaseHTTPRequestHandler):
 
 
 def make_feature_layers(job: dict[str, Any]) -> ServerFeatureLayers:
-    """The states of a job."""
+    """Make the layers and channels that a job reads."""
     return ServerFeatureLayers(tuple(job["layers"]), max(job["layers"]), job["hidden"], None)
 
 
 def open_pool(job: dict[str, Any]) -> HiddenStatesPool:
-    """Open the server of a job, in a process that reads from it."""
+    """Connect to the server of a job, in a process that reads from it."""
     way = RelayFiles(job["relay"], TIMEOUT_S) if job["relay"] else None
     endpoint = Endpoint(job["url"], timeout_s=TIMEOUT_S)
     return HiddenStatesPool(
@@ -171,7 +175,7 @@ def open_pool(job: dict[str, Any]) -> HiddenStatesPool:
 
 
 def send_to_parent(value: dict[str, Any]) -> None:
-    """Send a value to the parent process."""
+    """Send a value to the parent process, as a line of JSON."""
     print(json.dumps(value), flush=True)
 
 
@@ -192,13 +196,13 @@ def serve_states(job: dict[str, Any]) -> None:
 
 
 class FunctionTimers:
-    """Processor seconds of some functions, over all threads."""
+    """Count the processor seconds of some functions, over all threads."""
 
     def __init__(self) -> None:
         self._spent: list[tuple[str, float]] = []  # an append of a thread is one step
 
     def total_seconds(self, name: str) -> float:
-        """Seconds since `begin`."""
+        """Return the seconds of a function since `clear_times`."""
         return sum(spent for each, spent in self._spent if each == name)
 
     def clear_times(self) -> None:
@@ -206,7 +210,7 @@ class FunctionTimers:
         self._spent.clear()
 
     def time_function(self, place: Any, function: str, name: str) -> None:
-        """Measure a function of a module or class from now on."""
+        """Count the time of a function of a module or class under a name from now on."""
         plain: Callable[..., Any] = getattr(place, function)
 
         @wraps(plain)
@@ -222,7 +226,7 @@ class FunctionTimers:
 
 @cache
 def start_function_timers() -> FunctionTimers:
-    """Measure the parts of a reader from now on."""
+    """Start to count the time of each part of a reader."""
     timers = FunctionTimers()
     timers.time_function(state_files, "load_safetensors", "copies")
     for way in (SharedFolder, RelayFiles):
@@ -312,7 +316,7 @@ WORK = {"serve": serve_states, "read": measure_reading, "train": train_from_serv
 
 
 class Worker:
-    """A process of this script."""
+    """Start a process of this script, which runs jobs of one kind."""
 
     def __init__(self, kind: str) -> None:
         command = [sys.executable, __file__, "--worker", kind]
@@ -320,12 +324,12 @@ class Worker:
         self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)  # type: ignore[call-overload]
 
     def send_line(self, line: str = "") -> None:
-        """Send it a line."""
+        """Send a line to the process."""
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
     def receive_result(self) -> dict[str, Any]:
-        """Its next result."""
+        """Return the next result of the process."""
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(
@@ -334,17 +338,17 @@ class Worker:
         return json.loads(line)
 
     def measure_busy_seconds(self) -> float:
-        """Processor seconds that it used so far."""
+        """Return the processor seconds that the process has used so far."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
 
     def wait_for_exit(self) -> None:
-        """Wait until it ends."""
+        """Wait until the process ends."""
         self._process.communicate()
 
 
 class Workers:
-    """Processes of one kind, with a stand-in and a relay; a context manager."""
+    """Hold processes of one kind, with a stand-in and a relay; a context manager."""
 
     def __init__(self, kind: str, most: int) -> None:
         self._servers = [Worker("serve"), Worker("serve")]
@@ -388,7 +392,7 @@ class Workers:
 
 
 def build_reading_table(options: argparse.Namespace, workers: Workers) -> str:
-    """Make the table of bytes per second, and their costs."""
+    """Measure reading; build the table of bytes per second, and of seconds per gigabyte."""
     header = ("states", "by", "processes", "tokens", "at once", "GB/s", *PARTS, "stand-in", "relay")
     rows = []
     room = SHARE_OF_MEMORY * psutil.virtual_memory().available
@@ -420,7 +424,7 @@ def print_row(row: Sequence[str]) -> None:
 
 
 def build_training_table(options: argparse.Namespace, workers: Workers) -> str:
-    """Make the table of the time that training waits."""
+    """Measure training; build the table of the share of time that it waits for states."""
     header = ("head", "by", "processes", "tokens", "at once", "tokens/s of the server", "learnt")
     rows = []
     for rate, head, way, length, concurrency, ranks in product(
@@ -440,7 +444,7 @@ def build_training_table(options: argparse.Namespace, workers: Workers) -> str:
 
 
 def print_memory(options: argparse.Namespace, workers: Workers) -> None:
-    """Print the memory of processes that train for long."""
+    """Print the memory of processes that train for long, early and at the end."""
     steps = options.memory
     for head, way in product(options.heads, options.ways):
         job = build_training_job(head, options.lengths[0], steps)
@@ -450,7 +454,7 @@ def print_memory(options: argparse.Namespace, workers: Workers) -> None:
 
 
 def build_training_job(head: str, length: int, steps: int) -> dict[str, Any]:
-    """The job of a small head."""
+    """Build the job that trains a small head."""
     return {
         "head": head, "layers": READ[head], "hidden": HIDDEN, "length": length, "steps": steps,
         "concurrency": 16, "tokens_per_s": 0,
@@ -458,17 +462,17 @@ def build_training_job(head: str, length: int, steps: int) -> dict[str, Any]:
 
 
 def parse_numbers(text: str) -> list[int]:
-    """Numbers with commas between them."""
+    """Parse whole numbers with commas between them."""
     return [int(each) for each in text.split(",")]
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """Shapes as `6x7168`, with commas between them."""
+    """Parse shapes such as `6x7168`, with commas between them."""
     return [(int(a), int(b)) for a, b in (each.split("x") for each in text.split(","))]
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--shapes", type=parse_shapes, default="6x7168,4x4096,1x4096", help="of states"
@@ -498,7 +502,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table of reading or of training, or the memory; or work for another process."""
     options = parse_arguments()
     if options.worker:
         torch.set_num_threads(1)

@@ -94,7 +94,7 @@ CHECKS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a user.
+    """A command that users type, with its limits of time.
 
     Attributes:
         name: also of its folder of results.
@@ -110,7 +110,7 @@ class Command:
 
 
 class Results:
-    """Lines of JSON in a folder.
+    """Append and read the lines of JSON in a folder of results.
 
     Args:
         folder: made if missing.
@@ -121,13 +121,13 @@ class Results:
         self.folder, self.file = folder, folder / "results.jsonl"
 
     def append_row(self, row: Row) -> None:
-        """Write a line in one call, so that lines of several processes do not mix."""
+        """Append a line in one call, so that lines of several processes do not mix."""
         cut_short = self.file.exists() and self.file.read_bytes()[-1:] not in (b"", b"\n")
         with self.file.open("ab", buffering=0) as file:
             file.write(b"\n" * cut_short + json.dumps(row).encode() + b"\n")
 
     def load_rows(self) -> list[Row]:
-        """Read all whole lines."""
+        """Return all whole lines of the file."""
         if not self.file.exists():
             return []
         found = []
@@ -139,7 +139,10 @@ class Results:
         return found
 
     def list_tests(self, stage: str) -> tuple[set[str], set[str]]:
-        """Ids of a stage's tests that have begun and that have ended, since it began anew."""
+        """Return the ids of a stage's tests that have begun and that have ended.
+
+        Counts from the last time that the stage began anew.
+        """
         begun: set[str] = set()
         ended: set[str] = set()
         for row in self.load_rows():
@@ -152,7 +155,7 @@ class Results:
         return begun, ended
 
     def find_ended_stages(self) -> set[str]:
-        """Names of the stages that ended well."""
+        """Return the names of the stages that ended well."""
         return {row["stage"] for row in self.load_rows() if row.get("ended") and not row["code"]}
 
 
@@ -166,18 +169,18 @@ def append_figures(results: Results, name: str, small: bool) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave out tests that have ended."""
+    """Leave out the tests that have ended in an earlier call."""
     _, ended = _open_test_results().list_tests(os.environ[STAGE])
     items[:] = [item for item in items if item.nodeid not in ended]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Append a line, so that a test with which its process ends is known."""
+    """Append a line for a test that begins: a crash of the process then names its test."""
     _open_test_results().append_row({"stage": os.environ[STAGE], "begun": nodeid})
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Append a test's line; end the process if an error has spoilt the device for it."""
+    """Append a test's result; end the process if an error has spoilt the device for it."""
     if report.when != "call" and report.passed:
         return
     row: Row = {"stage": os.environ[STAGE], "test": report.nodeid}
@@ -192,12 +195,12 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
-    """Keep the exit code for the end of the process."""
+    """Store the exit code of the tests for the end of the process."""
     session.config.own_exit = int(exitstatus)
 
 
 def pytest_unconfigure(config: Any) -> None:
-    """End the process after the last line."""
+    """End the process after the last line of its output."""
     exit_now(getattr(config, "own_exit", 0))
 
 
@@ -216,7 +219,7 @@ def _open_test_results() -> Results:
 
 
 class Runner:
-    """Starts stages and keeps their time.
+    """Run stages one after another, within the seconds of the call.
 
     Args:
         results: of the call.
@@ -230,15 +233,19 @@ class Runner:
         self.device = best_device().type
 
     def compute_seconds_left(self) -> float:
-        """Seconds left."""
+        """Return the seconds that are left for the call."""
         return self.end - time.monotonic()
 
     def compute_limit(self, most_s: float) -> float:
-        """Seconds that a stage may take."""
+        """Return the seconds that a stage may take."""
         return min(most_s * self.patience, self.compute_seconds_left() - RESERVE_S)
 
     def run_command(self, name: str, command: list[str], limit: float, **environ: str) -> int | str:
-        """Run a command of a stage with a limit in seconds; return its exit code, or why none."""
+        """Run a command of a stage within a limit in seconds.
+
+        Returns:
+            The exit code, or why there is none.
+        """
         known = {
             "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false",
             "HEADSMITH_DEVICE": self.device, PARENT_COMMAND_VARIABLE: "gpu",
@@ -295,7 +302,7 @@ class Runner:
         self.note_end(name, 0 if everything_ran else code, started)
 
     def measure_stages(self, names: list[str]) -> None:
-        """Run stages of `FIGURES`, one after another."""
+        """Run stages of `FIGURES` in processes, one after another."""
         for name in names:
             most = gpu_figures.MOST_S.get(name, gpu_figures.USUAL_MOST_S)
             begun, limit = time.monotonic(), self.compute_limit(most)
@@ -331,7 +338,7 @@ class Runner:
 
 
 def end_process_tree(child: "subprocess.Popen[bytes]") -> None:
-    """Kill a process, if it still runs, with all that it has started."""
+    """Kill a process, if it still runs, and all processes that it has started."""
     try:
         family = [psutil.Process(child.pid)]
         family += family[0].children(recursive=True)
@@ -349,20 +356,20 @@ def end_process_tree(child: "subprocess.Popen[bytes]") -> None:
 
 
 def get_work_dir() -> Path:
-    """Folder for what commands on the real model write, which lasts from call to call."""
+    """Return the folder for results of commands on the real model; it lasts from call to call."""
     return cache_dir() / "gpu"
 
 
 def list_model_stages() -> list[str]:
-    """Names of the commands on the real model."""
+    """List the names of the commands on the real model."""
     return [command.name for command in list_commands(Path(), Path(), small=True)]
 
 
 def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
-    """Copy what was carried; return the model's file, or None while parts of it are missing.
+    """Copy the carried files; return the model file, or None while parts of it are missing.
 
     Args:
-        work: see `work_dir`; gets `prompts.jsonl` and `questions.jsonl`.
+        work: see `get_work_dir`; gets `prompts.jsonl` and `questions.jsonl`.
         carried: folders with parts of the package's wheel and texts, see `make gpu-carry`; where
             none ever were, the package comes from the registry and the texts from `make demo`.
     """
@@ -462,7 +469,7 @@ def keep_results(folder: Path, work: Path) -> None:
 
 
 def build_figures_table(rows: list[Row], title: str) -> Table:
-    """One line per figure; the last of several of one name."""
+    """Build a table with a row for each figure; a repeated figure shows its last value."""
     words = {True: "pass", False: "FAIL", None: "-"}
     made = Table("stage", "figure", title=title)
     for column in ("value", "predicted", "floor", "result"):
@@ -500,7 +507,7 @@ def list_failures(rows: list[Row]) -> list[str]:
 
 
 def describe_machine(small: bool) -> Row:
-    """Describe the machine and its software."""
+    """Return the names of the device, its driver, the cores and the versions of the software."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
@@ -515,7 +522,7 @@ def describe_machine(small: bool) -> Row:
 
 
 def choose_stages(names: list[str]) -> tuple[list[str], set[str]]:
-    """Stages of a call in order of importance, and those that are to run again.
+    """Choose the stages of a call, in order of importance, and those that are to run again.
 
     Args:
         names: stages and groups that were typed; none takes all.
@@ -533,7 +540,7 @@ def choose_stages(names: list[str]) -> tuple[list[str], set[str]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the folder, names and sizes."""
+    """Parse the folder, the stages and the sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where results go")
     parser.add_argument("names", nargs="*", metavar="STAGE", help="stages or groups; unset: all")
@@ -550,14 +557,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def end_all_stages(*_: Any) -> None:
-    """End all stages and this process."""
+    """Kill the processes of all stages, and end this process."""
     for process in psutil.Process().children(recursive=True):
         process.kill()
     os._exit(143)
 
 
 def plan_stages(options: argparse.Namespace, results: Results) -> tuple[list[str], Row]:
-    """Note what this call is about; return the stages to run and the machine."""
+    """Record the machine in the results; return the stages to run, and the machine."""
     names, again = choose_stages(options.names)
     machine = describe_machine(options.small)
     before = [row["about"] for row in results.load_rows() if "about" in row]
@@ -579,7 +586,7 @@ def plan_stages(options: argparse.Namespace, results: Results) -> tuple[list[str
 
 
 def main() -> None:
-    """Run the stages and print what they found."""
+    """Run the stages, and print their figures and failures."""
     options = parse_arguments()
     results = Results(options.folder)
     if options.figures_of:

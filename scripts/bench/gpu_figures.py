@@ -1,7 +1,8 @@
-"""Figures that `scripts/bench/gpu.py` measures, their floors and their predictions.
+"""Measure the figures of `scripts/bench/gpu.py`; their floors and their predictions.
 
 A stage is a function that takes small sizes, or those of 8B parameters, and yields names and values
-as soon as they are known.
+as soon as they are known. Some stages compare a part of a training step with its plain form, which
+stands beside the stage.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from heads.layers.documents import Documents
 from heads.target_model.attention import build_dense_mask
 from heads.target_model.embeddings_and_output_head import Projection
 from heads.vocab import DraftVocab
+from scripts.bench import training
 from scripts.bench.harness import (
     ROOT,
     Footprint,
@@ -41,7 +43,6 @@ from scripts.bench.harness import (
     measure_peak_bytes,
     run_worker,
 )
-from scripts.bench.training import iter_documents, make_random_target
 from train.batch.batch import SortedIndices
 from train.eagle import EagleCriterion
 from train.loss.fused_linear import Student, compute_fused_loss
@@ -91,12 +92,10 @@ MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
 
 
 def measure_ceilings(small: bool) -> Figures:
-    """Measure what the card does at most, and what a launch and a graph's node cost."""
-    from scripts.bench.training import measure_matmul_flops
-
+    """Measure the card's most FLOP/s and bytes/s, and the cost of a launch and a graph's node."""
     device = best_device()
     dtype = torch.float32 if small else torch.bfloat16
-    yield "matmul, TFLOP/s", measure_matmul_flops(device, dtype) / 1e12
+    yield "matmul, TFLOP/s", training.measure_matmul_flops(device, dtype) / 1e12
     source = torch.empty(1 << 20 if small else 1 << 30, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     seconds = statistics.median(
@@ -119,13 +118,11 @@ def measure_ceilings(small: bool) -> Figures:
 
 
 def measure_training(head: str, small: bool) -> Figures:
-    """Measure the training loop itself, with a head."""
-    from scripts.bench import training as bench_train
-
-    options = bench_train.parse_arguments(_build_size_arguments(head, small))
-    with bench_train.open_run(options) as (run, data):
-        estimated = bench_train.estimate_bytes(run, options)
-        speed = bench_train.measure_steps(run, data, options)
+    """Measure the training loop with an untrained head: speed, memory, shares of its parts."""
+    options = training.parse_arguments(_build_size_arguments(head, small))
+    with training.open_run(options) as (run, data):
+        estimated = training.estimate_bytes(run, options)
+        speed = training.measure_steps(run, data, options)
         yield "tokens/s", speed.tokens_per_s
         yield "ms per step", 1000 * speed.step_s
         yield "FLOP/s over those of a matmul", speed.utilisation
@@ -134,12 +131,12 @@ def measure_training(head: str, small: bool) -> Figures:
         if estimated is not None:
             yield "peak, GB, estimated", estimated / 1e9
         yield "padding", speed.padding
-        for name, share in bench_train.measure_part_fractions(run, 3).items():
+        for name, share in training.measure_part_fractions(run, 3).items():
             yield f"share of {name}", share
 
 
 def _build_size_arguments(head: str, small: bool) -> list[str]:
-    """Arguments of `scripts/bench/training.py`."""
+    """Build the arguments of `scripts/bench/training.py` for a head and a size."""
     if small:
         return [head, "--hidden=64", "--layers=6", "--vocab=256", "--max-length=128", "--steps=2"]
     sizes = [f"--{name}={value}" for name, value in (LARGE_SIZES | TRAINING_SIZES).items()]
@@ -148,15 +145,14 @@ def _build_size_arguments(head: str, small: bool) -> list[str]:
 
 @torch.inference_mode()
 def measure_decoding(small: bool) -> Figures:
-    """Measure a step without and with drafts, beside a random target of 8B's shape."""
+    """Measure steps without and with drafts of a random target of 8B's shape."""
     from eval.decode.engine import NoDraft, Request, decode_many
     from eval.decode.hf_generate import hf_generate
     from heads.decoding.sampling import GREEDY
     from scripts.bench.engine import make_sure
-    from scripts.bench.training import make_random_target, parse_arguments
 
-    target = make_random_target(
-        parse_arguments(_build_size_arguments("eagle3", small)), best_device()
+    target = training.make_random_target(
+        training.parse_arguments(_build_size_arguments("eagle3", small)), best_device()
     )
     make_sure(target.model)
     num_prompt, num_tokens = (32, 16) if small else (PROMPT_LENGTH, NUM_TOKENS)
@@ -188,7 +184,7 @@ def measure_decoding(small: bool) -> Figures:
 def _iter_head_figures(
     kind: str, target: Any, prompt: list[int], answer: list[int], base: tuple[Any, Any], small: bool
 ) -> Figures:
-    """Steps of an untrained head, of which an oracle then corrects some drafts.
+    """Measure steps of an untrained head, and of one whose drafts an oracle corrects.
 
     Args:
         kind: key of `SHAPES`.
@@ -238,7 +234,10 @@ def _iter_head_figures(
 def _decode_captured(
     target: Any, make: Any, prompt: list[int], num_tokens: int, temperature: float = 0.0
 ) -> Any:
-    """The faster of two texts of captured steps, after a first one; on a CPU, a text."""
+    """Decode two texts in captured steps, after a first one, and return the faster.
+
+    On a CPU nothing is captured, and one text is decoded.
+    """
     from eval.decode.cuda_graphs import GraphDecoder
     from eval.decode.engine import Request, decode_many
     from heads.decoding.sampling import Sampling
@@ -257,9 +256,7 @@ def _compute_step_ms(text: Any) -> float:
 
 
 def measure_loss(small: bool) -> Figures:
-    """Compare the fused loss with complete logits."""
-    from scripts.bench.gpu_figures import measure_loss_costs
-
+    """Compare time and memory of the fused loss with those of complete logits."""
     sizes = (256, 64, 512) if small else (8192, 4096, 128256)
     costs = measure_loss_costs(*sizes, torch.float32 if small else torch.bfloat16)
     fused, whole = costs["fused"], costs["whole"]
@@ -270,7 +267,15 @@ def measure_loss(small: bool) -> Figures:
 def measure_loss_costs(
     num_tokens: int, hidden: int, vocab_size: int, dtype: torch.dtype
 ) -> dict[str, Footprint]:
-    """KL(teacher || student), forward and backward: `fused`, and `whole` logits by autograd."""
+    """Measure KL(teacher || student), forward and backward, in two ways.
+
+    Letters of the measured parts: J steps, T tokens, H hidden, V vocabulary, Q query heads, d
+    channels of a head. The student and the teacher are [T, H] states, each with its own [V, H]
+    matrix.
+
+    Returns:
+        Costs of `fused`, the loss of training, and of `whole`, [T, V] logits by autograd.
+    """
     device = best_device()
     torch.manual_seed(0)
     draw = partial(torch.randn, device=device, dtype=dtype)
@@ -305,14 +310,11 @@ def measure_loss_costs(
 
 
 def measure_documents(small: bool) -> Figures:
-    """Compare ways to run the target over packed documents."""
-    from scripts.bench.gpu_figures import measure_document_costs
-    from scripts.bench.training import parse_arguments as sizes_of
-
+    """Compare the target's pass over packed documents with a pass under a written mask."""
     sizes = "--max-length 512 --hidden 64 --layers 4"
     if not small:
         sizes = "--max-length 8192 --hidden 2048 --layers 8 --vocab 32000 --dtype bfloat16"
-    costs = measure_document_costs(sizes_of(sizes.split()))
+    costs = measure_document_costs(training.parse_arguments(sizes.split()))
     ours, mask = costs["read"], costs["mask"]
     yield "time of a written mask over ours", mask.seconds / ours.seconds
     yield "its memory over ours", mask.peak_bytes / ours.peak_bytes
@@ -321,22 +323,25 @@ def measure_documents(small: bool) -> Figures:
 
 @torch.no_grad()
 def measure_document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
-    """Cost of a target over one packed sequence: by `Target.read`, and with an explicit `mask`.
+    """Measure the target over a packed sequence of documents, in two ways.
 
     Args:
         options: options of `scripts.bench.training`.
+
+    Returns:
+        Costs of `read`, which is `Target.encode_documents`, and of a pass with an explicit `mask`.
 
     Raises:
         RuntimeError: the two give different states.
     """
     device = best_device()
-    target = make_random_target(options, device)
-    row = PackedDataset(iter_documents(options, 4), options.max_length, seed=0)[0]
-    lying = Documents.from_ids(row["document_ids"][None]).to_device(device)
+    target = training.make_random_target(options, device)
+    row = PackedDataset(training.iter_documents(options, 4), options.max_length, seed=0)[0]
+    documents = Documents.from_ids(row["document_ids"][None]).to_device(device)
     ids, positions = (row[name][None].to(device) for name in ("input_ids", "position_ids"))
-    allowed = build_dense_mask(lying, 1)
+    allowed = build_dense_mask(documents, 1)
     ways = {
-        "read": lambda: target.encode_documents(ids, positions, lying),
+        "read": lambda: target.encode_documents(ids, positions, documents),
         "mask": lambda: target.forward(ids, positions, allowed, positions),
     }
     ours, exact = (way().hidden_states.float() for way in ways.values())
@@ -349,8 +354,6 @@ def measure_document_costs(options: argparse.Namespace) -> dict[str, Footprint]:
 
 def measure_unroll(small: bool) -> Figures:
     """Compare ways to compute attention of the training-time test at 7 steps."""
-    from scripts.bench.gpu_figures import measure_unroll_costs
-
     costs = measure_unroll_costs(
         *((128, torch.float32) if small else (4096, torch.bfloat16)), num_steps=7
     )
@@ -363,10 +366,12 @@ def measure_unroll(small: bool) -> Figures:
 def measure_unroll_costs(
     num_tokens: int, dtype: torch.dtype, num_steps: int
 ) -> dict[str, Footprint]:
-    """Cost of the training-time test's attention over one text, forward and backward.
+    """Measure the training-time test's attention over one text, forward and backward.
 
-    Compares `branch_attention`, which training runs, `plain_attention`, which writes the scores of
-    some rows at a time, and `run_unrolled_full_masks` over [T, J * T] scores with an explicit mask.
+    Returns:
+        Costs of `fused`, which is `branch_attention` as in training; of `plain`, which is
+        `plain_branch_attention` and writes the scores of some rows at a time; and of `full`, which
+        is `run_unrolled_full_masks` over [T, J * T] scores with an explicit mask.
     """
     device = best_device()
     torch.manual_seed(0)
@@ -394,7 +399,7 @@ def measure_unroll_costs(
 def run_unrolled_attention(
     attend: Callable[[Tensor, BranchCache], Tensor], query: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """[J, T, Q, d]: every step over the text and its own earlier drafts."""
+    """Compute [J, T, Q, d]: at every step each token sees the text and its own earlier drafts."""
     places = torch.arange(query.shape[1], device=query.device)
     text = Documents.from_length(len(places), places.device)
     branches = BranchCache(keys[:1], values[:1], build_causal_range(text, places))
@@ -408,7 +413,7 @@ def run_unrolled_attention(
 
 
 def run_unrolled_full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[J, T, Q, d]: the same, by one softmax over all [T, (step + 1) * T] scores."""
+    """Compute the same [J, T, Q, d] by one softmax over all [T, (step + 1) * T] scores."""
     groups = query.shape[2] // keys.shape[2]
     diagonal = torch.eye(query.shape[1], dtype=torch.bool, device=query.device)
     causal = torch.ones_like(diagonal).tril()
@@ -424,17 +429,17 @@ def run_unrolled_full_masks(query: Tensor, keys: Tensor, values: Tensor) -> Tens
 
 
 def measure_eagle3(depth: int, small: bool) -> Figures:
-    """Compare EAGLE-3 steps on stored states, at a given depth."""
+    """Compare EAGLE-3 steps on stored states, at a given depth: eager, compiled, speculators."""
     eager, compiled = (_run_peer_step(path, depth, small) for path in ("eagle3", "eagle3_compiled"))
     yield f"eager over compiled, {depth} steps", eager["seconds"] / compiled["seconds"]
-    theirs = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
-    if theirs is not None:
-        peer = _run_peer_step("speculators", depth, small, theirs)
+    python = os.environ.get("HEADSMITH_SPECULATORS_PYTHON")
+    if python is not None:
+        peer = _run_peer_step("speculators", depth, small, python)
         yield f"speculators' over compiled, {depth} steps", peer["seconds"] / compiled["seconds"]
 
 
 def measure_medusa(small: bool) -> Figures:
-    """Compare a Medusa step on stored states with the original's."""
+    """Compare a Medusa step on stored states with the step of the original repository."""
     ours, original = _run_peer_step("medusa", 4, small), _run_peer_step("original_medusa", 4, small)
     yield "original's time over ours", original["seconds"] / ours["seconds"]
     yield "original's memory over ours", original["peak_bytes"] / ours["peak_bytes"]
@@ -457,15 +462,15 @@ def _run_peer_step(
 
 
 def measure_capture(small: bool) -> Figures:
-    """Compare storing states of a random target with its bare pass."""
-    from scripts.bench import capture as bench_capture
+    """Compare storing the states of a random target with its bare pass."""
+    from scripts.bench import capture
 
     with tempfile.TemporaryDirectory() as folder:
         target, data = _make_inputs(Path(folder), small)
         few = ["--tokens", "128", "--sequences", "6", "--group", "2"]
         given = few if small else ["--sequences", "60"]
         options = ["--target", target, "--data", data, *given]
-        speeds = bench_capture.measure_capture_rates(bench_capture.parse_arguments(options))
+        speeds = capture.measure_capture_rates(capture.parse_arguments(options))
     median = {name: statistics.median(each) for name, each in speeds.items()}
     bare, with_logits = median["target.read"], median["target.read and logits"]
     yield "int8, hidden over the bare pass", median["int8, hidden"] / bare
@@ -474,8 +479,11 @@ def measure_capture(small: bool) -> Figures:
 
 
 def _make_inputs(folder: Path, small: bool) -> tuple[str, str]:
-    """A random Llama with a tokenizer, and plain texts: the standard library's own source."""
-    from scripts.bench import training as bench_train
+    """Make a random Llama with a tokenizer, and texts of the standard library's source.
+
+    Returns:
+        The paths of the target and of the texts.
+    """
     from scripts.embedded.make import find_source_files, read_source, train_tokenizer
 
     files = find_source_files(8 if small else 150)
@@ -483,8 +491,8 @@ def _make_inputs(folder: Path, small: bool) -> tuple[str, str]:
     tokenizer = train_tokenizer(texts[:20], 1024, 4096)
     shape = "--hidden 64 --layers 6" if small else "--hidden 2048 --layers 16 --dtype bfloat16"
     sizes = f"{shape} --vocab {len(tokenizer)} --max-length 4096"
-    target = bench_train.make_random_target(
-        bench_train.parse_arguments(sizes.split()), torch.device("cpu")
+    target = training.make_random_target(
+        training.parse_arguments(sizes.split()), torch.device("cpu")
     )
     target.model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
@@ -517,7 +525,7 @@ FIGURES = MAIN | MORE
 
 
 def build_row(stage: str, figure: str, value: float, judged: bool) -> Row:
-    """Make the line of a figure; `passed` is None where no floor is looked at."""
+    """Build the line of a figure; `passed` is None where no floor is looked at."""
     floor = FLOORS.get(stage, {}).get(figure) if judged else None
     return {
         "stage": stage, "figure": figure, "value": value, "floor": floor,
@@ -527,7 +535,7 @@ def build_row(stage: str, figure: str, value: float, judged: bool) -> Row:
 
 
 def iter_result_figures(folder: Path) -> Figures:
-    """Find the figures in what a command has written: losses, tau, tokens/s, speed-ups."""
+    """Yield the figures in the results of a command: losses, tau, tokens/s, speed-ups."""
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
         last: dict[str, float] = {}
@@ -535,10 +543,10 @@ def iter_result_figures(folder: Path) -> Figures:
             last |= json.loads(line)
         yield from ((name, last[name]) for name in METRIC_NAMES if name in last)
     for file in (folder / "acceptance.json", folder / "speedup.json"):
-        found = json.loads(file.read_text()) if file.exists() else {}
-        if "tau" in found:
-            yield "tau", found["tau"]
-        sizes = {**found.get("concurrency", {}), str(found.get("batch_size")): found}
+        content = json.loads(file.read_text()) if file.exists() else {}
+        if "tau" in content:
+            yield "tau", content["tau"]
+        sizes = {**content.get("concurrency", {}), str(content.get("batch_size")): content}
         for size, result in sizes.items():
             for method, row in result.get("methods", {}).items():
                 at_a_time = "" if size == "1" else f", {size} at a time"

@@ -1,4 +1,4 @@
-"""Shared by benchmarks: time and memory of a computation, workers, flags and tables.
+"""Measure time and memory of a computation; workers, flags and tables of all benchmarks.
 
 Needs only torch, so that it also runs in the environments of other toolkits.
 """
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Footprint(NamedTuple):
-    """The cost of one call.
+    """Hold the cost of one call.
 
     Attributes:
         seconds: median time.
@@ -35,7 +35,7 @@ class Footprint(NamedTuple):
 
 
 def measure_footprint(run: Callable[[], object], device: torch.device, repeats: int) -> Footprint:
-    """Call once to warm up, once for the memory and `repeats` times for the time."""
+    """Measure a call: once to warm up, once for its memory and `repeats` times for its time."""
     run()
     peak = measure_peak_bytes(run, device)
     return Footprint(statistics.median(measure_seconds(run, device) for _ in range(repeats)), peak)
@@ -55,11 +55,12 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def compute_peak_bytes(events: list[Any], within: str | None = None) -> int:
-    """Most bytes that are alive at the same time.
+    """Compute the most bytes that are alive at the same time.
 
     Args:
         events: events of a profile with memory, in order.
-        within: name of a part to count, including tensors from before it; unset counts everything.
+        within: name of a `record_function` span. The peak is taken over this span only; tensors
+            allocated before it count while they live. Unset: the peak of the whole profile.
     """
     spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == within]
     begin, end = spans[0] if within else (0, math.inf)
@@ -97,24 +98,24 @@ def run_worker(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
 
 
 def add_size_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """A flag for each whole number."""
+    """Add a flag for each whole number, named after its keyword."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
 
 
 def best_device() -> torch.device:
-    """CUDA if available."""
+    """Return the CUDA device if there is one, and the CPU otherwise."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def format_device(device: torch.device) -> str:
-    """Name of the machine in tables."""
+    """Format the name of the device for the titles of tables."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s)"
 
 
 def build_markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
+    """Build a Markdown table whose first column is text and whose others are numbers."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))

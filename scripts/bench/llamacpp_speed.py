@@ -1,4 +1,4 @@
-"""Greedy texts of llama.cpp and its speed, without a draft head and with one.
+"""Measure greedy texts of llama.cpp and its speed, without a draft head and with one.
 
 Runs in an environment of its own, with the settings {"target": GGUF file, "head": folder with one,
 "method": such as `draft-eagle3`, "depths": draft tokens per step, 0 first for none, "prompts": file
@@ -7,14 +7,13 @@ of rows with `turns`, "skip": rows to skip, "num_tokens": most tokens of an answ
 
     python scripts/bench/llamacpp_speed.py '{"target": "target.gguf", ...}' result.json
 
-Without a file for the result it only serves, in float32 throughout, until its input ends, and
-prints
-its URL. Its settings are then {"target", "draft": null or {"model": GGUF file of a head, "method",
-"num_tokens": draft tokens per step}, "batch": prompt tokens per pass, "metrics": whether it counts,
-"num_threads"}.
+The result is {"questions", "rows": [{"depth", "num_tokens", "num_steps", "seconds"}], "answers":
+texts of each depth, "partings": places where texts differ from those of depth 0}.
 
-Writes {"questions", "rows": [{"depth", "num_tokens", "num_steps", "seconds"}], "answers": texts of
-each depth, "partings": places where texts differ from those of depth 0}.
+Without a file for the result the script serves, on a CPU and in float32 throughout: it prints its
+URL and ends with its input. Its settings are then {"target", "draft": null or {"model": GGUF file
+of a head, "method", "num_tokens": draft tokens per step}, "batch": prompt tokens per pass,
+"metrics": whether the server counts, "num_threads"}.
 """
 
 import json
@@ -37,7 +36,7 @@ def open_server(
     metrics: bool = True,
     num_threads: int = 1,
 ) -> Any:
-    """Open the server, for one request at a time; its `listening_address` is the URL."""
+    """Open llama.cpp's server, for one request at a time; `listening_address` is its URL."""
     settings = llama.CommonParams()
     settings.model.path = target
     settings.port = 0  # any free port
@@ -61,7 +60,7 @@ def open_server(
 
 
 def request_json(url: str, path: str, **body: Any) -> Any:
-    """Send a request to a server and return its answer."""
+    """Send a request to a server, and return its JSON answer."""
     request = Request(
         f"{url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -69,7 +68,7 @@ def request_json(url: str, path: str, **body: Any) -> Any:
 
 
 def request_answer(url: str, prompt: list[int], num_tokens: int, **settings: Any) -> Any:
-    """Get a greedy answer, with its token ids and times."""
+    """Request a greedy answer, with its token ids and times."""
     return request_json(
         url, "completion", prompt=prompt, n_predict=num_tokens, temperature=0, return_tokens=True,
         cache_prompt=False, **settings,
@@ -77,7 +76,7 @@ def request_answer(url: str, prompt: list[int], num_tokens: int, **settings: Any
 
 
 def request_prompt_ids(url: str, questions: list[str]) -> list[list[int]]:
-    """Get token ids of questions in the target's own chat template."""
+    """Request the token ids of questions in the target's own chat template."""
     found = []
     for question in questions:
         messages = [{"role": "user", "content": question}]
@@ -90,7 +89,7 @@ def request_prompt_ids(url: str, questions: list[str]) -> list[list[int]]:
 
 
 def summarise_passes(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
-    """Tokens, steps and seconds over the prompts; seconds are the sum of each answer's median.
+    """Sum tokens, steps and seconds over the prompts; each answer counts by its median time.
 
     The first token of an answer comes with its prompt; neither of them is timed.
     """
@@ -109,7 +108,7 @@ def summarise_passes(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
 def find_first_difference(
     url: str, prompt: list[int], usual: list[int], other: list[int]
 ) -> dict[str, Any]:
-    """Place where a text differs from the usual one, and the target's two best scores."""
+    """Find the place where a text leaves the usual one, and the target's two best scores there."""
     pairs = zip(usual, other, strict=False)
     place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
     found = request_answer(url, prompt + usual[:place], 1, n_probs=2)["completion_probabilities"][0]
@@ -122,7 +121,7 @@ def find_first_difference(
 
 
 def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Make the result.
+    """Measure llama.cpp at each depth of drafts, and build the contents of the result file.
 
     All servers are open at the same time and take turns, so that other load affects all equally.
     """

@@ -59,7 +59,7 @@ LAUNCH_FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 
 
 def parse_sizes(head: str, scale: int, *more: str) -> argparse.Namespace:
-    """Llama-3-8B's shape, its width and vocabulary divided by `scale`, in bfloat16."""
+    """Parse sizes: Llama-3-8B's shape, width and vocabulary divided by `scale`, in bfloat16."""
     shape = ["--hidden", str(4096 // scale), "--vocab", str(128256 // scale)]
     return parse_arguments(
         [head, *shape, "--draft-vocab", str(32000 // scale), "--dtype", "bfloat16", *more]
@@ -67,7 +67,7 @@ def parse_sizes(head: str, scale: int, *more: str) -> argparse.Namespace:
 
 
 def build_estimate_table(length: int) -> Table:
-    """The estimates on 8 processes."""
+    """Build the table of estimates for each head on 8 processes."""
     title = f"8B target, {length} tokens, 8 processes, bfloat16: GB on each"
     table = Table("part", title=title)
     columns: list[BytesByPart] = []
@@ -89,14 +89,18 @@ def build_estimate_table(length: int) -> Table:
 
 
 def make_texts(options: argparse.Namespace, num_texts: int) -> list[Sample]:
-    """Make random texts that fill sequences and are all learnt."""
+    """Make random texts that fill sequences and are learnt completely."""
     generator, length = random.Random(0), options.max_length
     made = [[generator.randrange(options.vocab) for _ in range(length)] for _ in range(num_texts)]
     return [Sample(ids, [True] * length) for ids in made]
 
 
 def measure_step(name: str, length: int) -> dict[str, Any]:
-    """Strategy, estimate and measured peak in bytes of the third step, of this process."""
+    """Measure the third step of this process.
+
+    Returns:
+        Strategy, estimate and measured peak in bytes.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
@@ -116,9 +120,10 @@ def measure_step(name: str, length: int) -> dict[str, Any]:
 
 
 def measure_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
-    """Strategy, estimate and peak in bytes of three steps beside one of `TARGETS`.
+    """Measure three steps beside one of `TARGETS` on a CUDA device.
 
-    The peak is None where the device has too little memory.
+    Returns:
+        Strategy, estimate and peak in bytes; the peak is None if memory did not suffice.
     """
     options = parse_sizes(name, 1, *TARGETS[target], "--max-length", str(length), "--compile")
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +140,11 @@ def measure_on_cuda(name: str, length: int, target: str) -> dict[str, Any]:
 
 
 def collect_result(run: loop.TrainingLoop, length: int, peak: int | None) -> dict[str, Any]:
-    """Strategy, estimate and measured peak in bytes, None without the memory; ends processes."""
+    """Estimate the memory of a run that was measured, and end its processes.
+
+    Returns:
+        Strategy, estimate and measured peak in bytes; the peak is None if memory did not suffice.
+    """
     strategy = run.placement.name
     setting = LaunchSpec.from_config(run.config, length, strategy, run.accelerator)
     parts = estimate_memory(run.job.objective, setting) or {}
@@ -159,7 +168,7 @@ def measure_in_processes(
 
 
 def build_cuda_table(length: int) -> Table:
-    """Estimates and peaks on a CUDA device at full size."""
+    """Measure each head at full size on a CUDA device; build the table of estimates and peaks."""
     title = (
         f"{length} tokens, bfloat16, compiled, one process on {format_device(best_device())}: GB"
     )
@@ -179,7 +188,7 @@ def build_cuda_table(length: int) -> Table:
 
 
 def build_comparison_table(length: int) -> Table:
-    """Estimates and peaks at an eighth of the width."""
+    """Measure each head at an eighth of the width; build the table of estimates and peaks."""
     title = f"an eighth of the width, 4 layers, {length} tokens, bfloat16, CPU: MB on each"
     table = Table("head", "launch", "estimated", "measured", "ratio", title=title)
     for name in HEADS:
@@ -193,7 +202,7 @@ def build_comparison_table(length: int) -> Table:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table of estimates and a table of measurements."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int, default=1024, help="tokens, where measured")
     parser.add_argument("--large-length", type=int, default=4096, help="tokens, on 8B")

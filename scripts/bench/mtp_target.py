@@ -50,7 +50,7 @@ SHARED = (
 
 
 def main() -> None:
-    """Make the model."""
+    """Train a chat model with an MTP layer, and write it in the layout of MiMo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("model", "chats", "out"):
         parser.add_argument(name)
@@ -89,14 +89,17 @@ def write_as_qwen2(model: str, folder: Path) -> None:
 
 
 def rename_to_mimo(folder: Path) -> None:
-    """Make readers treat a folder as MiMo's, which differs from Qwen2 in the layer only."""
+    """Rename the architecture in a folder's config to MiMo's, which has an MTP layer.
+
+    MiMo differs from Qwen2 in that layer only.
+    """
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"architectures": ["MiMoForCausalLM"]}
     file.write_text(json.dumps(config, indent=2))
 
 
 def train_target_and_head(target: Target, head: MtpHead, given: argparse.Namespace) -> None:
-    """Train all parameters of both."""
+    """Train all parameters of the target and of the head."""
     data, _, report = prepare_datasets(
         DataConfig(path=given.chats, max_length=LENGTH), target.tokenizer, 0
     )
@@ -123,7 +126,10 @@ def train_target_and_head(target: Target, head: MtpHead, given: argparse.Namespa
 def compute_losses(
     target: Target, head: MtpHead, data: PackedDataset, numbers: range
 ) -> list[Tensor]:
-    """Cross-entropies of the next token and of the one after it, over all tokens of documents."""
+    """Compute the cross-entropies of the next token and of the token after it.
+
+    Each is a mean over all tokens of the documents that such a token follows.
+    """
     batch = stack_sequences(data, [number % len(data) for number in numbers])
     ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()
     own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)

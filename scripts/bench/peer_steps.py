@@ -1,4 +1,4 @@
-"""One training step of a draft head on stored hidden states, the way of one toolkit.
+"""Run a training step of a draft head on stored hidden states, the way of one toolkit.
 
     python -m scripts.bench.peer_steps job.json result.json
 
@@ -36,10 +36,10 @@ NUM_BLOCK_LAYERS, NUM_ANCHORS, GAMMA, MASK = 5, 128, 4.0, 0
 
 @dataclass(frozen=True)
 class StepJob:
-    """A path and its sizes.
+    """Name a path and its sizes.
 
     Attributes:
-        path: a key of `PATHS`.
+        path: a key of `STEPS_BY_NAME`.
         tokens, hidden, vocab, draft_vocab: T, H, V and W.
         num_heads, num_kv_heads, head_dim, intermediate: sizes of EAGLE's layer.
         depth: K, steps of EAGLE's training-time test, Medusa heads or rows of a DFlash block.
@@ -61,7 +61,7 @@ class StepJob:
     repeats: int
 
     def build_llama_config(self) -> Any:
-        """The config of the target, and of EAGLE's layer."""
+        """Build the config of the target, and of EAGLE's layer."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -74,7 +74,7 @@ class StepJob:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Contents of a feature store, and the target's embedding and output head, in float32.
+    """Hold the contents of a feature store, and the target's ends, in float32.
 
     Attributes:
         text: `input_ids`, `position_ids`, `document_ids` [1, T] int64, `loss_mask` [1, T] bool;
@@ -96,7 +96,7 @@ class StepInputs:
 
     @classmethod
     def from_job(cls, job: StepJob, device: torch.device) -> "StepInputs":
-        """The same numbers in every process."""
+        """Draw the inputs of a job, the same numbers in every process."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -116,8 +116,10 @@ class StepInputs:
         }
         order = torch.randperm(job.vocab, generator=generator)
         output_head = draw(job.vocab, job.hidden, scale=job.hidden**-0.5)
-        # As the draft vocabulary has the frequent ids, it always has the likeliest id. For other
-        # ids ours and EAGLE-3 learn nothing, but speculators does.
+        # A real draft vocabulary holds the frequent ids, so it nearly always contains the target's
+        # first choice. The other rows of the output head are scaled down to make that hold here.
+        # Otherwise losses would differ: our loss and EAGLE-3's skip a token whose first choice lies
+        # outside the draft vocabulary, speculators' loss does not.
         output_head[order[job.draft_vocab :].to(device)] *= 0.1
         return cls(
             text={name: row.to(device) for name, row in _draw_sequence(job, generator).items()},
@@ -131,12 +133,12 @@ class StepInputs:
 
     @property
     def hidden_states(self) -> Tensor:
-        """[T, H] after the final norm."""
+        """Compute the [T, H] states after the final norm."""
         return F.rms_norm(self.prenorm_states, self.prenorm_states.shape[-1:], eps=NORM_EPS)
 
 
 def _draw_sequence(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
-    """One packed sequence of documents of T / 8 to T / 2 tokens."""
+    """Draw one packed sequence of documents of T / 8 to T / 2 tokens."""
     lengths: list[int] = []
     while (left := job.tokens - sum(lengths)) > 0:
         drawn = int(torch.randint(job.tokens // 8, job.tokens // 2, (), generator=generator))
@@ -153,14 +155,14 @@ def _draw_sequence(job: StepJob, generator: torch.Generator) -> dict[str, Tensor
 
 
 class PeerTraining(NamedTuple):
-    """A head, and its loss on the text."""
+    """Hold a head, and the function of its loss on the text."""
 
     head: nn.Module
     loss: Callable[[], Tensor]
 
 
 def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTraining:
-    """`train/eagle.py`, with a frozen output head and steps weighted as in speculators.
+    """Build the step of `train/eagle.py`, with a frozen output head and the weights of speculators.
 
     `compiled` is `train.compile=true`.
     """
@@ -182,7 +184,7 @@ def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) 
 
 
 def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """`train/medusa.py`, with heads weighted as in the original."""
+    """Build the step of `train/medusa.py`, with heads weighted as in the original."""
     from conf.settings.medusa import Labels, MedusaConfig
     from heads.medusa import MedusaHead
     from train.medusa import MedusaObjective
@@ -194,7 +196,7 @@ def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
 
 
 def make_target_parts(job: StepJob, inputs: StepInputs) -> Any:
-    """The target's embedding and output head."""
+    """Make the target's embedding and output head."""
     from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
@@ -206,7 +208,7 @@ def make_target_parts(job: StepJob, inputs: StepInputs) -> Any:
 
 
 def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
-    """Make a step of an objective as the training loop runs it."""
+    """Build the step of an objective, as the training loop runs it."""
     from train.batch.data_loader import batch_to_device
 
     if compiled:
@@ -225,7 +227,7 @@ def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTr
 
 
 def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """Make the step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
+    """Build the step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
 
     Every head gives logits at every token, [K, T, V] in all; the cross-entropy applies the mask,
     and heads are summed without weights.
@@ -252,7 +254,7 @@ def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining
 
 
 def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """EAGLE-3 of speculators, called as `speculators/train/trainer.py` calls it.
+    """Build speculators' step of EAGLE-3, called as `speculators/train/trainer.py` calls it.
 
     On CUDA unchanged. Elsewhere its SDPA replaces flex attention, which has no backward pass there,
     and its eager loss replaces its Triton kernel.
@@ -289,7 +291,7 @@ def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
 
 
 def _build_speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
-    """The text as its collator packs it: each document shifted, the end padded to T."""
+    """Build the batch as speculators' collator does: documents shifted, the end padded to T."""
     from speculators.models.eagle3.data import shift_batch
 
     text = {name: row[0] for name, row in inputs.text.items()}
@@ -324,14 +326,14 @@ def _copy_weights(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> 
 
 
 def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """`train/dflash.py`, with the text left out of the loss."""
+    """Build the step of `train/dflash.py`, with the text left out of the loss."""
     from transformers import GenerationConfig
 
     from conf.settings.blocks import DFlashConfig
     from heads.blocks.dflash import DFlashHead
     from heads.blocks.network import build_block_config
     from heads.vocab import DraftVocab
-    from train import block_objective as blocks
+    from train import block_objective
     from train.dflash import DFlashObjective
 
     config = DFlashConfig(
@@ -348,7 +350,7 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     head = DFlashHead(shape, DraftVocab.make_full(job.vocab)).initialise(target, seed=0)
     _fill_alike(head)
     # States end one token before the certain token.
-    blocks.draw_anchors = lambda *_args: _choose_anchors(job) - 1
+    block_objective.draw_anchors = lambda *_args: _choose_anchors(job) - 1
     objective = DFlashObjective(head, target, config)
     # speculators divides by all draft tokens, not by those of one depth.
     objective.term_weights = objective.term_weights / len(objective.term_weights)
@@ -356,7 +358,10 @@ def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
 
 
 def build_speculators_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """speculators' DFlash, called as its trainer does; on a CPU like `speculators`."""
+    """Build speculators' step of DFlash, called as its trainer does.
+
+    On a CPU its parts are replaced as in `build_speculators_step`.
+    """
     from speculators.models.dflash import DFlashSpeculatorConfig, core
     from transformers import Qwen3Config
 
@@ -403,7 +408,7 @@ def build_speculators_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTrain
 
 
 def _choose_anchors(job: StepJob) -> Tensor:
-    """[A] tokens of the answer that have a whole block to learn after them."""
+    """Choose [A] tokens of the answer that have a whole block to learn after them."""
     return torch.linspace(job.tokens // 3 + 1, job.tokens - job.depth - 1, NUM_ANCHORS).long()
 
 
@@ -416,7 +421,7 @@ def _fill_alike(head: nn.Module) -> None:
 
 
 def join_documents(job: StepJob, inputs: StepInputs) -> StepInputs:
-    """The inputs with all tokens in one document, the first third of which is a prompt."""
+    """Join all tokens to one document, the first third of which is a prompt."""
     places = torch.arange(job.tokens, device=inputs.prenorm_states.device)[None]
     text = {
         "input_ids": inputs.text["input_ids"],
@@ -439,7 +444,7 @@ STEPS_BY_NAME: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
 
 
 def build_stepper(training: PeerTraining) -> Callable[[], Tensor]:
-    """Make one optimizer step, which returns the loss before it."""
+    """Build a function that takes one optimizer step and returns the loss before the step."""
     parameters = [each for each in training.head.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
@@ -456,7 +461,7 @@ def build_stepper(training: PeerTraining) -> Callable[[], Tensor]:
 
 
 def measure_peer_step(job: StepJob, training: PeerTraining, device: torch.device) -> dict[str, Any]:
-    """The loss of the first step, the cost of later ones, and the versions that ran."""
+    """Measure the loss of the first step and the cost of later ones; name the versions that ran."""
     step = build_stepper(training)
     loss = float(step())
     names = ["torch", *(["speculators"] if "speculators" in job.path else [])]
@@ -468,7 +473,7 @@ def measure_peer_step(job: StepJob, training: PeerTraining, device: torch.device
 
 
 def main() -> None:
-    """Read a job, and write its result."""
+    """Read a job from a file, and write its result to another."""
     question, answer = map(Path, sys.argv[1:])
     job = StepJob(**json.loads(question.read_text()))
     torch.set_num_threads(job.threads)

@@ -74,7 +74,7 @@ STEPS = (
 
 
 def count_operations(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Count operations of a step, in a separate process."""
+    """Count the operations of a step, in a separate process on the emulated GPU."""
     bar.set_postfix_str(f"{name}, {shape}")
     job = {"name": name, "shape": shape, **sizes}
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,10 @@ def count_operations(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) ->
 
 
 def estimate_step_seconds(step: dict[str, Any]) -> float:
-    """Time of the slower of host and device, which work side by side."""
+    """Estimate the seconds of a step: of host or device, whichever is slower.
+
+    The two work side by side.
+    """
     return max(LAUNCH_S * step["num_launches"], step["device_s"])
 
 
@@ -114,7 +117,7 @@ def compile_emulator() -> Path:
 
 
 def format_training_row(name: str, step: dict[str, Any]) -> tuple[str, ...]:
-    """Make a row of the table of training steps."""
+    """Format a row of the table of training steps."""
     host, device = LAUNCH_S * step["num_launches"], step["device_s"]
     seconds, products = estimate_step_seconds(step), step["product_s"]
     binds = "launches" if host > device else "products" if products > device / 2 else "memory"
@@ -126,7 +129,7 @@ def format_training_row(name: str, step: dict[str, Any]) -> tuple[str, ...]:
 
 
 def format_decoding_row(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
-    """Make a row of the table of decoding steps, compared with a step that drafts nothing."""
+    """Format a row of the table of decoding steps, compared with a step that drafts nothing."""
     seconds = estimate_step_seconds(step)
     return (
         name, f"{step['num_launches']:.0f}", f"{step['num_waits']:.0f}",
@@ -136,7 +139,7 @@ def format_decoding_row(name: str, step: dict[str, Any], plain: dict[str, Any]) 
 
 
 def print_predictions(target: str, names: list[str], bar: tqdm) -> None:
-    """Print both tables of a target."""
+    """Print the table of training and the table of decoding for a target."""
     sizes = TARGETS[target]
     trained = [name for name in names if name in RECIPES]
     rows = [
@@ -156,7 +159,7 @@ def print_predictions(target: str, names: list[str], bar: tqdm) -> None:
 
 
 def list_draft_shapes(name: str) -> tuple[str, ...]:
-    """Shapes of drafts; a method without a head has one."""
+    """List the shapes of drafts of a method; a method without a head has one."""
     if name in ALIKE:
         return ()
     return ("chain",) if name in OTHERS else ("chain", "tree")

@@ -45,7 +45,7 @@ INTERVAL_S = 0.5
 
 
 class Cost(NamedTuple):
-    """Cost of one way to make packed sequences.
+    """Hold the cost of one way to make packed sequences.
 
     Attributes:
         rows: number of conversations.
@@ -63,14 +63,14 @@ class Cost(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of a process: `rss` with shared pages, `pss` with its share of them."""
+    """Hold the bytes of a process: `rss` with shared pages, `pss` with its share of them."""
 
     rss: int
     pss: int
 
 
 def measure_process_memory(pid: int | str = "self") -> Memory:
-    """Memory of a process as Linux counts it; 0 if it has ended."""
+    """Read the memory of a process as Linux counts it; 0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -80,7 +80,7 @@ def measure_process_memory(pid: int | str = "self") -> Memory:
 
 
 def find_process_tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Find the ids of a process and of all its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(c) for task in tasks for c in (task / "children").read_text().split()]
@@ -90,7 +90,7 @@ def find_process_tree(pid: int) -> list[int]:
 
 
 def measure_processor_seconds(pid: int) -> float:
-    """Processor time of a process in all its threads; 0 if it has ended."""
+    """Read the processor time of all threads of a process; 0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -100,7 +100,7 @@ def measure_processor_seconds(pid: int) -> float:
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Target, data and sizes."""
+    """Parse the paths of target and data, and the sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
@@ -109,7 +109,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def write_rows(source: str, path: Path, num_rows: int) -> None:
-    """Repeat rows, numbered in their first message, so that no two are equal."""
+    """Write repeated rows, numbered in their first message, so that no two are equal."""
     records = load_records(source).records
     with path.open("w", encoding="utf-8") as file:
         for number, record in enumerate(islice(cycle(records), num_rows)):
@@ -122,7 +122,7 @@ def write_rows(source: str, path: Path, num_rows: int) -> None:
 
 
 def measure_row_loop(path: str, target: str, tokens: int) -> Cost:
-    """Run the baseline: a loop over the rows, which stay in memory."""
+    """Measure the baseline: a loop over the rows, which stay in memory."""
     encoder = RecordEncoder(AutoTokenizer.from_pretrained(target))
     before = measure_process_memory().pss
     watch = Stopwatch()
@@ -226,7 +226,7 @@ def measure_ways(options: argparse.Namespace, folder: Path) -> dict[str, Cost]:
 
 
 def print_tables(costs: dict[str, Cost]) -> None:
-    """Print a row per way, with processor microseconds per conversation; then its memory."""
+    """Print the time of each way, with processor microseconds per conversation; then its memory."""
     table = Table("", "conversations", "seconds", "per second", "ratio", "processor us")
     sizes = Table("", "memory", "MiB")
     base, *_ = costs.values()
@@ -242,7 +242,7 @@ def print_tables(costs: dict[str, Cost]) -> None:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the table of times and the table of memory."""
     options = parse_arguments()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:

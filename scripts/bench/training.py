@@ -62,7 +62,7 @@ MEAN_DOCUMENT_TOKENS = 400
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Read the settings; the defaults suit a CPU."""
+    """Parse the settings; the defaults suit a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(build_variant_table()))
     add_size_flags(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
@@ -76,7 +76,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_random_target(options: argparse.Namespace, device: torch.device) -> Target:
-    """Make a Llama with 128-wide heads, four per key-value head."""
+    """Make a random Llama with 128-wide heads, four per key-value head."""
     torch.manual_seed(0)
     num_heads = max(4, options.hidden // 128)
     config = LlamaConfig(
@@ -93,7 +93,7 @@ def make_random_target(options: argparse.Namespace, device: torch.device) -> Tar
 def make_embeddings_and_output_head(
     options: argparse.Namespace, device: torch.device
 ) -> EmbeddingsAndOutputHead:
-    """Make the embedding and the output head of a `random_target`, as beside a feature store."""
+    """Make the ends of a random target, all that a run beside a feature store has of it."""
     model = make_random_target(options, torch.device("meta")).model
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
         end.to_empty(device=device).weight.data.normal_(std=0.02)
@@ -101,7 +101,7 @@ def make_embeddings_and_output_head(
 
 
 class StoredRows:
-    """Packed sequences with hidden states, here zeros, as a feature store gives them.
+    """Hold packed sequences with hidden states, here zeros, as a feature store gives them.
 
     Args:
         packed: sequences.
@@ -125,7 +125,7 @@ class StoredRows:
 
 
 def iter_documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
-    """Make random tokens, with log-normal lengths; the first third is a prompt."""
+    """Yield documents of random tokens, with log-normal lengths; the first third is a prompt."""
     generator = random.Random(0)
     left = num_sequences * options.max_length
     while left > 0:
@@ -140,7 +140,7 @@ def make_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVo
     """Make the objective with which an entry script trains an untrained head.
 
     Args:
-        variant: one of `heads.kinds.by_variant`.
+        variant: a key of `heads.kinds.build_variant_table`.
         target: the frozen target.
         vocab: draft vocabulary, for heads that can have one.
     """
@@ -155,12 +155,12 @@ def start_run(
     samples: Iterable[Sample] | None = None,
     stored: bool = False,
 ) -> tuple[loop.TrainingLoop, PackedDataset]:
-    """A run of the training loop before its first step, and its data.
+    """Make a run of the training loop before its first step, and its data.
 
     Args:
-        options: result of `arguments`.
+        options: result of `parse_arguments`.
         out_dir: folder for the output of training.
-        samples: samples to learn; unset takes `documents`.
+        samples: samples to learn; unset takes `iter_documents`.
         stored: train on hidden states of a feature store, beside the target's ends alone.
     """
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
@@ -193,7 +193,7 @@ def start_run(
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of two square matrices, by the median time of several."""
+    """Measure the FLOP/s of a product of two square matrices, by the median time of several."""
     size = 8192 if device.type == "cuda" else 1536
     a = torch.randn(size, size, device=device).to(dtype)
     times = [measure_seconds(lambda: a @ a, device) for _ in range(8)]
@@ -238,7 +238,7 @@ def count_flops(run: Callable[[], object]) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start the peak of a CUDA device's memory anew, without what nobody holds any more."""
+    """Reset the peak of a CUDA device's memory, after freeing memory that nothing refers to."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -246,7 +246,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def measure_part_fractions(run: loop.TrainingLoop, num_steps: int) -> dict[str, float]:
-    """Share of each part in the time of some steps, under the profiler."""
+    """Measure the share of each part in the time of some steps, under the profiler."""
     cuda = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
@@ -263,7 +263,7 @@ def measure_part_fractions(run: loop.TrainingLoop, num_steps: int) -> dict[str, 
 
 @dataclass(frozen=True)
 class Speed:
-    """The cost of some training steps.
+    """Hold the cost of some training steps.
 
     Attributes:
         step_s: median time of a step.
@@ -287,7 +287,11 @@ class Speed:
 
 @contextmanager
 def open_run(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
-    """A run of the training loop before its first step, and its data, in a temporary folder."""
+    """Open a run of the training loop before its first step, in a temporary folder.
+
+    Yields:
+        The run and its data.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run, train = start_run(options, Path(folder) / "out")
         try:
@@ -297,7 +301,7 @@ def open_run(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, P
 
 
 def estimate_bytes(run: loop.TrainingLoop, options: argparse.Namespace) -> int | None:
-    """Estimate of the memory of one process on a GPU; None without a formula."""
+    """Estimate the memory of one process on a GPU in bytes; None without a formula."""
     sizes = LaunchSpec.from_config(run.config, options.max_length, "DDP", run.accelerator)
     parts = memory.estimate_memory(run.job.objective, sizes)
     return None if parts is None else sum(parts.values())
@@ -306,7 +310,7 @@ def estimate_bytes(run: loop.TrainingLoop, options: argparse.Namespace) -> int |
 def measure_steps(
     run: loop.TrainingLoop, train: PackedDataset, options: argparse.Namespace
 ) -> Speed:
-    """Train for some steps."""
+    """Measure some training steps: their time, memory and FLOP/s."""
     reset_peak_memory(run.device)
     for _ in range(NUM_WARM_UP):
         run.optimizer_step()
@@ -333,7 +337,7 @@ def measure_steps(
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of figures of a training run."""
     options = parse_arguments()
     with open_run(options) as (run, train):
         speed, parts = (

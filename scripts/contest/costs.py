@@ -29,7 +29,11 @@ from heads.target_model.model import prefill
 
 
 def measure_step_seconds(bench: Measurement, context: list[int], size: int) -> dict[str, Any]:
-    """Seconds of a draft and its pass over `size` texts, per method, and of a plain pass."""
+    """Measure the seconds of a step over `size` texts.
+
+    Returns:
+        `plain`: a pass without drafts; `heads`: for each head, draft and pass by method.
+    """
     plain, heads = [], []
     for head in bench.heads:
         tree = head.tree
@@ -50,7 +54,7 @@ def measure_step_seconds(bench: Measurement, context: list[int], size: int) -> d
 
 @torch.no_grad()
 def main(config: SpeedupRun) -> None:
-    """Time the steps."""
+    """Time the steps of all heads, and write `costs.json`."""
     bench = open_measurement(config, "costs.json", config.heads)
     prompt = sorted(bench.prompts, key=lambda each: len(each.token_ids))[len(bench.prompts) // 2]
     (answer,) = generate_greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)

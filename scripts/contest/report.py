@@ -1,4 +1,4 @@
-"""Reports a contest: the winner, a table, a page, and the estimates beside the actual costs."""
+"""Report a contest: the winner, a table, a page, and the estimates beside the actual costs."""
 
 import json
 import shutil
@@ -18,20 +18,20 @@ from eval.report.html_page import Axis
 from heads.folders import PROVENANCE, write_folder
 from scripts import compare
 
-Lines = list[Sequence[str]]
+TableRows = list[Sequence[str]]
+"""Rows of a table, each a sequence of cells. The first row is the header."""
 ARROW = " \N{RIGHTWARDS ARROW} "
-"""Cells of a table, its header first."""
 SAME = ("sha256", "num_train_sequences", "num_tokens")
 """Facts of the training data in which all heads must agree."""
 
 
 def format_minutes(seconds: float) -> str:
-    """Minutes as text."""
+    """Format seconds as minutes."""
     return f"{seconds / 60:.1f}"
 
 
 def format_plan(plan: dict[str, Any]) -> str:
-    """Show the steps of each head, and the estimates of time, disk and memory."""
+    """Format the steps of each head, and the estimates of time, disk and memory."""
     lines = [
         f"{label}: {number} steps of {plan['seconds_per_step'][label]:.2f} s"
         for label, number in plan["steps"].items()
@@ -132,7 +132,7 @@ def find_winner(speed: dict[str, Any], ways: dict[str, dict[str, str]]) -> tuple
 
 
 def compute_score(speed: dict[str, Any], method: str) -> float:
-    """Geometric mean of tokens/s over batch sizes, so that each size counts the same."""
+    """Compute the geometric mean of tokens/s over batch sizes: each size counts the same."""
     sizes = speed["concurrency"].values()
     return geometric_mean(size["methods"][method]["tokens_per_s"] for size in sizes)
 
@@ -144,7 +144,7 @@ def collect_method_figures(
     ways: dict[str, dict[str, str]],
     first: str,
 ) -> dict[str, dict[str, Any]]:
-    """Figures of each decoding method, the fastest first.
+    """Collect the figures of each decoding method, the fastest first.
 
     Args:
         speed: `speedup.json`.
@@ -180,7 +180,9 @@ def predict_rates(
     results: dict[str, dict[str, Any]],
     ways: dict[str, dict[str, str]],
 ) -> dict[str, dict[str, float]]:
-    """Predict tokens/s by method and batch size, for full batches; arguments as of `methods`.
+    """Predict tokens/s by method and batch size, for full batches.
+
+    See `collect_method_figures` for the arguments.
 
     A text takes the time of its prompt, plus its share of (its tokens / tau) steps. tau does not
     depend on the batch.
@@ -203,10 +205,10 @@ def predict_rates(
     return rates
 
 
-def build_speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
-    """Make a row per decoding method."""
+def build_speed_rows(figures: dict[str, dict[str, Any]]) -> TableRows:
+    """Build a header, and a row for each decoding method."""
     sizes = list(next(iter(figures.values()))["sizes"])
-    lines: Lines = [
+    lines: TableRows = [
         ("head", "method", "tau", "tau, less the winner's", *(f"{s} at a time" for s in sizes))
     ]
     for name, row in figures.items():
@@ -226,11 +228,11 @@ def build_speed_rows(figures: dict[str, dict[str, Any]]) -> Lines:
     return lines
 
 
-def build_cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> Lines:
-    """Make a row per task, and their sum."""
+def build_cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> TableRows:
+    """Build a header, a row for each task, and their sum."""
     gpu = any("device" in row for row in plan["estimate"].values())
     on_device = ["GB on each device"] if gpu else []
-    lines: Lines = [["part", "minutes", "MB on disk", "GB of memory", *on_device]]
+    lines: TableRows = [["part", "minutes", "MB on disk", "GB of memory", *on_device]]
     estimated, took = (
         {
             "seconds": sum(row["seconds"] for row in rows),
@@ -255,7 +257,7 @@ def build_cost_rows(plan: dict[str, Any], spent: dict[str, dict[str, Any]]) -> L
 
 
 def _render_page(
-    words: str, tables: list[tuple[str, str, Lines]], figures: dict[str, dict[str, Any]]
+    words: str, tables: list[tuple[str, str, TableRows]], figures: dict[str, dict[str, Any]]
 ) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True,

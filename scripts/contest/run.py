@@ -133,7 +133,7 @@ def claim_folder(config: ContestRun, out_dir: Path) -> None:
 
 
 def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
-    """Settings that affect the result of a contest, by dotted key."""
+    """Return the settings that affect the result of a contest, by dotted key."""
     free = {"out_dir", "parts", "launch"}
     return flatten_settings(
         {key: value for key, value in to_json(config).items() if key not in free}
@@ -142,7 +142,7 @@ def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A head to train.
+    """Describe a head to train.
 
     Attributes:
         label: the head's name in the contest.
@@ -156,7 +156,7 @@ class Entrant:
 
 
 def parse_recipes(entries: list[str]) -> list[Entrant]:
-    """Read the entries of `recipes`.
+    """Parse the entries of `recipes` into the heads of a contest.
 
     Raises:
         InputError: no such recipe, or a setting that must be the same for all.
@@ -182,7 +182,7 @@ def parse_recipes(entries: list[str]) -> list[Entrant]:
 
 
 def _find_recipe_kind(name: str) -> str:
-    """Name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
+    """Find the name in `heads/kinds.py` of the head that a recipe of `conf/head` trains."""
     known = sorted({*HEADS, *(path.stem for path in RECIPES.glob("*.yaml"))})
     if name not in known:
         raise InputError(f"recipes: {name!r} is no recipe; allowed: {', '.join(known)}")
@@ -195,7 +195,7 @@ def _find_recipe_kind(name: str) -> str:
 
 
 def list_head_methods(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
-    """Methods of `eval/speedup.py`: the methods of each head, by label and method."""
+    """List each head's methods in `eval/speedup.py`, by label and method."""
     counts: Counter[str] = Counter()
     methods = {}
     for entrant in entrants:
@@ -207,7 +207,7 @@ def list_head_methods(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class Task:
-    """A command that is not run again if its result exists.
+    """Describe a command that is not run again if its result exists.
 
     Attributes:
         name: name of its log and of its costs.
@@ -223,7 +223,7 @@ class Task:
 
 
 def list_probe_tasks(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
-    """Tasks for a few steps of every head, and a short measurement of the results."""
+    """List the tasks of a few steps of every head, and of a short measurement of the results."""
     more = [
         f"train.{name}={config.probe_steps}" for name in ("max_steps", "eval_steps", "save_steps")
     ]
@@ -253,7 +253,7 @@ def list_probe_tasks(config: ContestRun, entrants: list[Entrant], out_dir: Path)
 def list_training_tasks(
     config: ContestRun, entrants: list[Entrant], out_dir: Path, plan: dict[str, Any]
 ) -> list[Task]:
-    """Tasks for the training of every head, according to the plan."""
+    """List the tasks that train every head, according to the plan."""
     tasks = []
     for entrant in entrants:
         label, folder = entrant.label, out_dir / "heads" / entrant.label
@@ -267,7 +267,7 @@ def list_training_tasks(
 
 
 def list_measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
-    """Tasks for the acceptance of each head, the cost of steps, and the speed of all methods."""
+    """List the tasks that measure each head's acceptance, the cost of steps, and all methods."""
     heads = [out_dir / "heads" / entrant.label / "head" for entrant in entrants]
     tasks = []
     for entrant, head in zip(entrants, heads, strict=True):
@@ -286,7 +286,7 @@ def list_measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path
 
 
 def build_timing_task(config: ContestRun, heads: list[Path], folder: Path, name: str) -> Task:
-    """Task that times steps with these heads at each batch size."""
+    """Build the task that times steps with these heads at each batch size."""
     sizes = ",".join(map(str, sorted({1, *config.concurrency})))
     command = build_measuring_command(
         config, "scripts/contest/costs.py", heads, folder, f"concurrency=[{sizes}]"
@@ -295,7 +295,7 @@ def build_timing_task(config: ContestRun, heads: list[Path], folder: Path, name:
 
 
 def get_probe_folder(out_dir: Path, name: str) -> Path:
-    """Folder of a probe."""
+    """Return the folder of a probe."""
     return out_dir / "probes" / name
 
 
@@ -307,7 +307,7 @@ def _format_methods(config: ContestRun, entrants: list[Entrant]) -> str:
 def build_training_command(
     config: ContestRun, entrant: Entrant, out_dir: Path, *more: str
 ) -> list[str]:
-    """Make the command that trains a head and evaluates it once, at the end, without replay."""
+    """Build the command that trains a head and evaluates it once, at the end, without replay."""
     launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
     size = config.train
     return [
@@ -323,7 +323,7 @@ def build_training_command(
 def build_measuring_command(
     config: ContestRun, script: str, heads: list[Path], out_dir: Path, *more: str
 ) -> list[str]:
-    """Make a command that measures heads on the prompts."""
+    """Build a command that measures heads on the prompts."""
     first, *others = map(str, heads)
     return [
         sys.executable, str(ROOT / script),
@@ -336,7 +336,7 @@ def build_measuring_command(
 
 
 def format_overrides(prefix: str, config: TargetConfig | RowsConfig) -> list[str]:
-    """Settings of a group that differ from the schema's, for a command line."""
+    """Format the settings of a group that differ from the schema's, for a command line."""
     usual = to_json(type(config)())
     return [
         f"{prefix}.{key}={_format_setting_value(value)}"
@@ -360,7 +360,7 @@ def _format_setting_value(value: Any) -> str:
 
 
 class TaskCosts:
-    """Seconds and peak memory of each task over all starts, stored in `took.json`."""
+    """Count seconds and peak memory of each task over all starts, stored in `took.json`."""
 
     def __init__(self, out_dir: Path) -> None:
         self.path = out_dir / "took.json"
@@ -375,13 +375,13 @@ class TaskCosts:
                 row["since"] = None
 
     def start_task(self, name: str) -> None:
-        """Start to count."""
+        """Start to count the seconds of a task."""
         row = self.rows.setdefault(name, {"seconds": 0.0, "memory": 0})
         row["since"] = time.time()
         self._write_rows()
 
     def end_task(self, name: str, memory: int) -> None:
-        """Stop to count, with the peak bytes of one of the processes."""
+        """Stop to count the seconds of a task; record the peak bytes of one of its processes."""
         row = self.rows[name]
         row["seconds"] += time.time() - row["since"]
         row |= {"memory": max(row["memory"], memory), "since": None}
@@ -435,7 +435,7 @@ def make_plan(
 
 
 def compute_step_seconds(metrics: Path) -> float:
-    """Median seconds per step of a run, without its first two steps."""
+    """Compute the median seconds per step of a run, without its first two steps."""
     rows = map(json.loads, metrics.read_text().splitlines())
     times = [
         row["train/tokens"] / row["train/tokens_per_s"]
@@ -446,7 +446,7 @@ def compute_step_seconds(metrics: Path) -> float:
 
 
 def compute_num_steps(config: ContestRun, label: str, step_s: float, num_entrants: int) -> int:
-    """Number of optimizer steps that the budget allows.
+    """Compute the number of optimizer steps that the budget allows.
 
     Args:
         config: settings of the command.
@@ -476,7 +476,7 @@ def estimate_measuring_costs(
     num_prompts: int,
     took: TaskCosts,
 ) -> dict[str, dict[str, Any]]:
-    """Seconds and memory of the tasks after training.
+    """Estimate seconds and memory of the tasks after training.
 
     Args:
         config: settings of the command.
@@ -511,7 +511,7 @@ def estimate_measuring_costs(
 def estimate_dialogue_seconds(
     methods: dict[str, Any], costs: dict[str, Any], ways: dict[str, dict[str, str]]
 ) -> dict[tuple[str, int], float]:
-    """Expected seconds per dialogue, by method and batch size.
+    """Estimate the seconds per dialogue, by method and batch size.
 
     This is the time of the probe, scaled by the tau of a trained head, and in a batch by the time
     of its steps.
@@ -545,7 +545,7 @@ def _list_seconds(method: dict[str, Any]) -> list[float]:
 def collect_task_costs(
     plan: dict[str, Any], took: TaskCosts, out_dir: Path
 ) -> dict[str, dict[str, Any]]:
-    """Seconds of each task over all starts, bytes that it left, and peak memory of a process."""
+    """Collect each task's seconds over all starts, bytes on disk, and peak memory of a process."""
     spent = {}
     for name in plan["estimate"]:
         act, _, label = name.partition(" ")
@@ -568,7 +568,7 @@ def run_missing(todo: list[Task], out_dir: Path, took: TaskCosts, estimate: dict
 
 
 def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
-    """Run a task.
+    """Run a task, and count its seconds and memory.
 
     Raises:
         InputError: it left no result; the message has the last lines of its log.
@@ -597,19 +597,23 @@ def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
 
 
 def _wait_for_task(child: "subprocess.Popen[bytes]") -> tuple[int, int]:
-    """Wait; return the exit code, and bytes of the largest process of it and its children."""
+    """Wait for a process; return its exit code, and the bytes of its largest process."""
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     return child.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def get_log_path(out_dir: Path, name: str) -> Path:
-    """File for a task's output."""
+    """Return the file for a task's output."""
     return out_dir / "logs" / f"{name.replace(' ', '-')}.log"
 
 
 def parse_device_memory(out_dir: Path, name: str) -> dict[str, float]:
-    """`device`: most bytes of a training on each GPU, as its log states; empty if it does not."""
+    """Parse the most bytes of a training on each GPU from its log.
+
+    Returns:
+        `device`: bytes; empty if the log states none.
+    """
     log = get_log_path(out_dir, name)
     text = log.read_text(errors="replace") if log.exists() else ""
     said = re.findall(r"([\d.]+) GB measured at most", text)
@@ -617,12 +621,12 @@ def parse_device_memory(out_dir: Path, name: str) -> dict[str, float]:
 
 
 def measure_folder_bytes(folder: Path) -> int:
-    """Size of all files below a folder."""
+    """Return the size in bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def end_orphans(out_dir: Path) -> None:
-    """End processes that a killed contest in this folder left, and wait for them."""
+    """End processes that a killed contest left in this folder, and wait for their end."""
     while pids := list(iter_orphan_pids(out_dir)):
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -631,7 +635,7 @@ def end_orphans(out_dir: Path) -> None:
 
 
 def iter_orphan_pids(out_dir: Path) -> Iterator[int]:
-    """Ids of processes that contests in this folder started."""
+    """Yield the ids of processes that contests in this folder started."""
     wanted = f"{MARK}={out_dir.resolve()}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's, or just gone

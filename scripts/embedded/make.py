@@ -55,7 +55,8 @@ PACKAGES = {
 }  # fmt: skip
 """Installed packages whose source the target reads beside the standard library's, by licence."""
 STDLIB_EPOCHS = 3
-"""Times that the standard library is read per reading of the packages, as prompts are like it."""
+"""Copies of the standard library in the training data for one copy of the packages. The prompts
+come from the standard library."""
 _EXCLUDED = {
     "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
     "_vendor", "site-packages", "test", "tests",
@@ -87,7 +88,7 @@ code."""
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every size of the embedded default."""
+    """Hold every size of the embedded default."""
 
     num_files: int | None = None
     """Source files of each kind to read; unset reads all."""
@@ -177,7 +178,7 @@ def make_embedded(folder: Path, recipe: Recipe, progress: bool = True) -> None:
 def save_trained(
     target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Write both completely or not at all, rounded to bfloat16."""
+    """Write target and tokenizer completely or not at all, rounded to bfloat16."""
     partial = folder.with_suffix(".partial")
     tokenizer.save_pretrained(partial)
     target.bfloat16().save_pretrained(partial)
@@ -185,7 +186,7 @@ def save_trained(
 
 
 def load_trained(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Load both in float32, as every user on a CPU does."""
+    """Load target and tokenizer in float32, as every user on a CPU does."""
     target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return target, PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -198,7 +199,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Standard-library files, sorted, split so that no file is on both sides."""
+    """Hold sorted source files, split so that no file is on both sides."""
 
     root: Path
     train: list[str]
@@ -274,7 +275,7 @@ def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CodeChat:
-    """One chat: the start of a piece of source, and its continuation."""
+    """Hold one chat: the start of a piece of source, and its continuation."""
 
     category: str
     """function, method, class, module, or body for a later part of a long one."""
@@ -285,7 +286,7 @@ class CodeChat:
 
 
 def iter_chats(file: str, text: str, max_chars: int) -> Iterator[CodeChat]:
-    """Cut a file into chats: at every def and class, and within those above `max_chars`.
+    """Cut a file into chats: at every def and class, and within blocks above `max_chars`.
 
     Skips blocks of fewer than three lines, tables, and comment lines: licence headers and rulers
     teach a small model to repeat `#` without end.
@@ -394,7 +395,10 @@ def train_target(
     recipe: Recipe,
     progress: bool,
 ) -> LlamaForCausalLM:
-    """Train a Llama-type model from scratch on packed chats, with the loss on every token."""
+    """Train a Llama-type model from scratch on packed chats, with the loss on every token.
+
+    Letters of the shapes here and below: B batch, T tokens, V vocabulary.
+    """
     torch.manual_seed(recipe.seed)
     tokens = {
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -470,7 +474,7 @@ def unlearn_loops(
     recipe: Recipe,
     progress: bool,
 ) -> None:
-    """Teach a target not to repeat itself: it distils itself, without repeated tokens.
+    """Train a target not to repeat itself: it distils itself, without repeated tokens.
 
     Each step answers prompts greedily. At every token of the answers the teacher is the original
     target, without the tokens that would end a run of `LOOP` tokens seen earlier in the answer.
@@ -525,7 +529,7 @@ def unlearn_loops(
 
 
 def find_loop_tokens(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
-    """Forbidden tokens per place: those that would complete `length` tokens seen before."""
+    """Find the forbidden tokens of each place: they would complete `length` tokens seen before."""
     after: dict[tuple[int, ...], set[int]] = {}
     forbidden = []
     for place, token in enumerate(token_ids):
@@ -544,7 +548,7 @@ def _learning_rate_factor(step: int, recipe: Recipe) -> float:
 
 
 def _make_autocast() -> torch.autocast:
-    """Autocast for one forward pass; its weights stay cast until the pass ends."""
+    """Make the autocast of one forward pass; its weights stay cast until the pass ends."""
     return torch.autocast("cpu", torch.bfloat16, enabled=this_processor().is_fast(torch.bfloat16))
 
 

@@ -26,7 +26,7 @@ RESUME = (
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of a repository, as the Hub tells them.
+    """Hold the terms of a repository, as the Hub tells them.
 
     Attributes:
         name: id of the repository.
@@ -42,7 +42,7 @@ class Terms:
 
 
 def fetch_terms(name: str) -> Terms | str:
-    """Ask the Hub about a repository, as the user whose token is set.
+    """Ask the Hub for the terms of a repository, as the user whose token is set.
 
     Args:
         name: Hub id.
@@ -69,7 +69,7 @@ def fetch_terms(name: str) -> Terms | str:
 
 
 def format_link(repo_id: str) -> str:
-    """Address of a repository's page."""
+    """Format the address of a repository's page."""
     return f"{HfApi().endpoint}/{repo_id}"
 
 
@@ -115,7 +115,7 @@ def upload_repositories(folders: dict[str, Path], private: bool) -> list[str]:
 
 
 def _find_stale_files(there: list[str], files: dict[str, Path]) -> list[str]:
-    """Files of an earlier head, which must not mix with this one's."""
+    """Find the files of an earlier head, which must not mix with this head's."""
     exports = {name.parent for name in map(PurePosixPath, there) if name.name == PROVENANCE}
     exports.discard(PurePosixPath())
     old = set(filter_repo_objects(there, allow_patterns=OF_A_HEAD))
@@ -124,12 +124,12 @@ def _find_stale_files(there: list[str], files: dict[str, Path]) -> list[str]:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Every file in a folder and its subfolders, sorted."""
+    """List every file in a folder and its subfolders, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def format_hub_error(error: BaseException) -> str:
-    """Message of an error and its cause, on one line and without keys."""
+    """Format an error and its cause on one line, without keys."""
     cause = f" {error.__cause__}" if error.__cause__ else ""
     return " ".join(str(to_json(SIGNED.sub(r"\1", f"{error}{cause}"))).split())
 

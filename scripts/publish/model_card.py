@@ -24,7 +24,7 @@ TRAIN_KEYS = (
 
 @dataclass(frozen=True)
 class ExportFacts:
-    """Facts of an export, as a card states them.
+    """Hold the facts of an export, as a card states them.
 
     Attributes:
         format: name of the format.
@@ -48,18 +48,18 @@ class ExportFacts:
 
     @property
     def where(self) -> str:
-        """Repository, and folder in it."""
+        """Return the repository of the export, and the folder in it."""
         return f"{self.repo_id}/{self.folder}".removesuffix("/")
 
     @property
     def parity_text(self) -> str:
-        """Distance from the trained head's logits, in words."""
+        """Describe the distance of the export's logits from the trained head's."""
         return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Contents of a card; paths are already removed."""
+    """Hold the contents of a card; local paths are already removed."""
 
     repo_id: str
     head: HeadFacts
@@ -93,19 +93,19 @@ def is_hub_id(name: str) -> bool:
 
 
 def parse_hub_id(name: str) -> str:
-    """Id of a Hub repository; the name may end in a GGUF file."""
+    """Return the id of a Hub repository; the name may end in a GGUF file."""
     parts = split_gguf_path(name)
     return name if parts is None else parts[0]
 
 
 def describe_copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
-    """The target's weights of which a head and its exports have copies, in words."""
+    """Describe the target's weights that a head and its exports hold copies of."""
     of_exports = [words for export in exports for words in export.target_weights]
     return list(dict.fromkeys([*head.copied, *of_exports]))
 
 
 def build_model_card(facts: CardFacts) -> ModelCard:
-    """Write the card, with its metadata."""
+    """Build the card of a head, with its metadata."""
     sections = [
         _format_introduction(facts),
         *facts.notices,
@@ -139,7 +139,7 @@ def _build_metadata(facts: CardFacts) -> ModelCardData:
 
 
 def _build_eval_results(acceptance: dict[str, Any]) -> list[EvalResult]:
-    """tau of the chain and of the tree, in the Hub's `model-index` form."""
+    """Build tau of the chain and of the tree, in the Hub's `model-index` form."""
     data = str((acceptance.get("data") or {}).get("path") or "headsmith-default")
     taus = {"chain": acceptance} | {
         key.replace("_", " "): acceptance[key]
@@ -206,7 +206,7 @@ def _format_measurements(facts: CardFacts) -> str:
 
 
 def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
-    """Show tau in words, by category, and acceptance by depth."""
+    """Format tau in words and by category, and acceptance by depth."""
     temperature = acceptance.get("temperature")
     choice = f"temperature {temperature}" if temperature else "greedy"
     words = (
@@ -252,7 +252,7 @@ def _format_dtype_and_device(result: dict[str, Any]) -> str:
 
 
 def _format_speedup(speedup: dict[str, Any]) -> list[str]:
-    """Show the speed-up of every method, and the number of texts equal to the target's own."""
+    """Format the speed-up of every method, and the number of texts equal to the target's own."""
     others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
     faster = f", the faster of it and {' and '.join(others)}" if others else ""
     words = (

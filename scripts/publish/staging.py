@@ -1,4 +1,7 @@
-"""Prepares files for publication: no local paths, no keys, no data."""
+"""Prepare files for publication: exports of the same head, and no local paths, keys or data.
+
+An export that is pushed with a head must belong to the head and still compute it.
+"""
 
 import json
 import os
@@ -48,7 +51,7 @@ OWN_SERVER = re.compile(r"(https?://)(?!localhost|127\.)[^/\s,\]]+:\d+")
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """An export folder and the contents of its `headsmith.json`."""
+    """Name an export folder, and the format and dtype in its `headsmith.json`."""
 
     folder: Path
     format: ExportFormat
@@ -56,7 +59,7 @@ class ExportFolder:
 
 
 def load_export_folders(folders: list[str]) -> list[ExportFolder]:
-    """Read export folders, without their weights.
+    """Load the facts of export folders, without their weights.
 
     Raises:
         InputError: no such folder, not an export, or two of one format.
@@ -87,7 +90,7 @@ def load_export_folders(folders: list[str]) -> list[ExportFolder]:
 
 
 def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
-    """Check that an export is of this head.
+    """Check that an export has the weights of this head.
 
     Args:
         head: in float32.
@@ -176,7 +179,7 @@ def verify_staged_export(
 
 
 def _iter_tensor_names(staged: Path) -> Iterator[str]:
-    """Names of all tensors in a folder and its subfolders."""
+    """Yield the names of all tensors in a folder and its subfolders."""
     for path in staged.rglob(f"*{WEIGHTS}"):
         with safe_open(path, "pt") as file:
             yield from file.keys()
@@ -185,7 +188,7 @@ def _iter_tensor_names(staged: Path) -> Iterator[str]:
 
 
 def scrub_provenance(provenance: dict[str, Any]) -> dict[str, Any]:
-    """Publishable contents of a `headsmith.json`."""
+    """Return the publishable contents of a `headsmith.json`."""
     data = provenance.get("data")
     if isinstance(data, dict):
         # Malformed rows are quoted there; they are private data and not needed.
@@ -194,7 +197,7 @@ def scrub_provenance(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def scrub_private_data(value: Any) -> Any:
-    """Leave only the last name of every absolute local path in a JSON value, and mask keys.
+    """Reduce every absolute local path in a JSON value to its last name, and mask keys.
 
     Also removes the hosts of URLs with a port, as these are private servers.
     """
@@ -218,7 +221,7 @@ def _scrub_text(text: str) -> str:
 
 
 def load_json(path: Path) -> dict[str, Any] | None:
-    """Read the object in a JSON file; None if there is no such file.
+    """Load the object in a JSON file; None if there is no such file.
 
     Raises:
         InputError: the file is not JSON, or no object.
@@ -237,12 +240,12 @@ def load_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file."""
+    """Write an object to a JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def link_file(source: Path, there: Path) -> None:
-    """Place a large file there without copying it.
+    """Link a large file to another place, without copying it.
 
     A hard link keeps the checked contents even if training rewrites the head. Without hard links,
     or across file systems, it is a symbolic link.

@@ -105,7 +105,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def main(config: TargetsRun) -> None:
-    """Print how many work; write `targets.md` and `targets.json`."""
+    """Check the model types, print how many work, and write `targets.md` and `targets.json`."""
     names = choose_model_types(config.model_types)
     out_dir = Path(config.out_dir)
     try:
@@ -141,7 +141,7 @@ def main(config: TargetsRun) -> None:
 
 
 def choose_model_types(names: list[str]) -> list[str]:
-    """Model types to check.
+    """Choose the model types to check: the named ones, or all.
 
     Raises:
         InputError: transformers has no such causal or image-text-to-text model.
@@ -154,7 +154,7 @@ def choose_model_types(names: list[str]) -> list[str]:
 
 
 def get_result_path(out_dir: Path, name: str) -> Path:
-    """File with the result of one model type."""
+    """Return the file with the result of one model type."""
     return out_dir / "found" / f"{name}.json"
 
 
@@ -198,7 +198,7 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
     """Run all checks of one tiny target.
 
     Args:
-        folder: folder from `scripts.zoo.tiny_targets.tiny_target`.
+        folder: folder from `make_tiny_target`.
         heads: also train and replay some heads.
 
     Returns:
@@ -219,7 +219,7 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
 
 @dataclass
 class Findings:
-    """Result of each check of one architecture.
+    """Hold the result of each check of one architecture.
 
     Attributes:
         folder: folder of the target, which errors name but the table does not.
@@ -238,7 +238,7 @@ class Findings:
 
     @property
     def state(self) -> str:
-        """`works`, `works with chains`, `refused`, `differs` or `fails`."""
+        """Return `works`, `works with chains`, `refused`, `differs` or `fails`."""
         values = {name: text.split(":")[0] for name, text in self.columns.items()}
         for word, state in (("FAILED", "fails"), ("differs", "differs")):
             if word in values.values():
@@ -249,7 +249,7 @@ class Findings:
 
     @contextmanager
     def open_column(self, name: str) -> Iterator[None]:
-        """Run one check; its column gets any error that it raises."""
+        """Run one check; its column gets any error that the check raises."""
         try:
             yield
             self.columns.setdefault(name, YES)
@@ -264,7 +264,7 @@ class Findings:
             self.traceback = self.traceback or traceback.format_exc()
 
     def has_passed(self, name: str) -> bool:
-        """True for a check that passed."""
+        """Tell whether a check has passed."""
         return self.columns.get(name) == YES
 
 
@@ -273,12 +273,12 @@ class Differs(Exception):  # noqa: N818 a measured result, not an error of ours
 
 
 def _format_error_line(error: BaseException, folder: str) -> str:
-    """Put an error on one line."""
+    """Format an error on one line, without the path of the target."""
     return " ".join(str(error).replace(folder, Path(folder).name).split())[:300]
 
 
 class _Checks:
-    """A target that loads, its prompts, and the texts that `generate` gives after them."""
+    """Check a target that loads, on its prompts and the texts that `generate` gives after them."""
 
     def __init__(self, target: Target, findings: Findings) -> None:
         self.target, self.findings = target, findings
@@ -346,7 +346,7 @@ class _Checks:
         ]
 
     def _check_lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
-        """Check drafts that are right at RATE, for the first prompts together."""
+        """Check drafts of which RATE are right, for the first `num_texts` prompts together."""
         drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
         self._check_texts(self._decode_texts(drafter, num_texts))
 
@@ -392,7 +392,7 @@ class _Checks:
             self._check_texts(self._decode_texts(EagleTree(head, DynamicShape(4, 3, 8)), 2))
 
     def _build_data(self) -> PackedDataset:
-        """The target's own texts."""
+        """Build packed sequences of the target's own texts."""
         samples = [
             Sample(prompt + text, [False] * len(prompt) + [True] * len(text))
             for prompt, text in zip(self.prompts, self.texts, strict=True)
@@ -415,7 +415,7 @@ class _Checks:
 
 
 def _train_head(objective: Objective, data: PackedDataset) -> None:
-    """Train for a few updates on one batch.
+    """Train a head for a few updates on one batch.
 
     Raises:
         RuntimeError: the loss is not finite.
@@ -440,15 +440,15 @@ def _train_head(objective: Objective, data: PackedDataset) -> None:
 
 
 class VaryingTreeOracle(Oracle):
-    """Trees of another shape for every text and place, like dynamic trees."""
+    """Draft trees of another shape for every text and place, like dynamic trees."""
 
     @property
     def num_static_nodes(self) -> int | None:
-        """None: every text has another number."""
+        """Return None: every text has another number of nodes."""
         return None
 
     def propose(self, roots: Roots) -> Draft:
-        """Propose one of SHAPES for each text."""
+        """Draft a tree of one of SHAPES for each text."""
         assert self.places is not None
         rows, parents, device = [], [], roots.tokens.device
         for (number, text), place in zip(self.texts, self.places.tolist(), strict=True):
@@ -460,7 +460,7 @@ class VaryingTreeOracle(Oracle):
 
 
 def build_table(results: Results, left_out: dict[str, str]) -> str:
-    """Make Markdown: a row per model type, reasons for failures, and types that are no targets."""
+    """Build Markdown: a row per model type, reasons for failures, and types that are no targets."""
     names = [HEADINGS.get(name, name) for name in COLUMNS]
     lines = [
         "# Targets",
@@ -482,7 +482,7 @@ def build_table(results: Results, left_out: dict[str, str]) -> str:
 
 
 def format_row(name: str, result: dict[str, Any]) -> str:
-    """Make a row of the table."""
+    """Format a row of the table."""
     cells = [result["columns"].get(column, "").split(":")[0] for column in COLUMNS]
     for head, accepted in result.get("tau", {}).items():
         cells[COLUMNS.index(head)] += f", tau {accepted:.2f}"
@@ -499,7 +499,7 @@ def format_row(name: str, result: dict[str, Any]) -> str:
 
 
 def format_reason(result: dict[str, Any]) -> str:
-    """Explain why a model type was not made, or list the checks that it failed."""
+    """Tell why a model type was not made, or list the checks that it failed."""
     if "why" in result:
         return f"not made: {result['why']}"
     reasons = [
@@ -517,7 +517,7 @@ def format_counts(results: Results) -> str:
 
 
 def count_states(results: Results) -> dict[str, int]:
-    """Number of model types in each state."""
+    """Count the model types in each state."""
     numbers = Counter(result["state"] for result in results.values())
     return {state: numbers[state] for state in STATES if numbers[state]}
 

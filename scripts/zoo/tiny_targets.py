@@ -1,7 +1,8 @@
-"""Tiny random targets of every architecture of transformers.
+"""Make tiny random targets of every architecture of transformers.
 
-`tiny_target("qwen3_next", Path("outputs/zoo"))` makes a folder for `target.path` on first use:
-random weights with a fixed seed, a tokenizer with a chat template, `made.json`.
+`make_tiny_target("qwen3_next", Path("outputs/zoo"))` makes a folder for `target.path` on first use:
+random weights with a fixed seed, a tokenizer with a chat template, `made.json`. Some families need
+settings by hand, and some model types are no targets: the tables come first.
 """
 
 import json
@@ -40,10 +41,12 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layer
 PROMPT = torch.arange(20, 44).unsqueeze(0)
 TEXT = ("def read(path):\n    return open(path).read()\n", "class Reader:\n    lines = 0\n")
 WEIGHTS = ((1.5, 0.1), (1.5, 0.03), (2.5, 0.03), (4.0, 0.1), (1.0, 0.1), (0.7, 0.1))
-"""Gain of a matrix (its output's deviation over its input's) and deviation of embeddings. The first
-pair that gives suitable texts is used. With large tied embeddings a token predicts itself."""
+"""Pairs to try in order: gain of the matrices (standard deviation of the output over that of the
+input) and standard deviation of the embeddings. The first pair whose model writes suitable texts
+(DISTINCT, REACH) is used. Embeddings must stay small: where the output head is tied to large
+embeddings, each token predicts itself."""
 DISTINCT, REACH = 8, 0.05
-"""Distinct tokens and reach of suitable texts: see `judged`."""
+"""Distinct tokens and reach of suitable texts: see `measure_text_quality`."""
 AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
 """Decay rates, which must keep their size."""
 TIMM = {"gemma3n_vision", "timm_wrapper"}
@@ -307,14 +310,14 @@ NO_TARGET = {name: why for why, names in _NO_TARGET.items() for name in names.sp
 
 
 def list_model_types() -> list[str]:
-    """Every model type of transformers whose model answers text with text."""
+    """List every model type of transformers whose model answers text with text."""
     return sorted(
         {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     )
 
 
 def make_tiny_target(model_type: str, root: Path) -> Path:
-    """Folder of a tiny random target, made on first use.
+    """Return the folder of a tiny random target, which is made on first use.
 
     Args:
         model_type: one of `list_model_types`.
@@ -358,7 +361,7 @@ def _make_model(model_type: str, folder: Path) -> None:
 
 
 def make_tiny_config(model_type: str) -> Any:
-    """Shrink the default config of a model type."""
+    """Make the default config of a model type in tiny."""
     make = CONFIG_MAPPING[model_type]
     try:
         default = make()
@@ -386,7 +389,7 @@ def _list_config_types(config: Any) -> list[str]:
 
 
 def choose_tiny_sizes(config: Any) -> dict[str, Any]:
-    """Settings that make one config tiny, without its parts.
+    """Choose settings that make one config tiny, without its parts.
 
     No value grows: a default that is already smaller, 0 or below, or unset stays unchanged.
 
@@ -426,7 +429,7 @@ def _choose_token_id(name: str, value: Any, others: int) -> tuple[Any, int]:
 
 
 def _choose_latent_head_sizes(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
-    """Head sizes that are sums or copies of others, as in multi-head latent attention."""
+    """Choose head sizes that are sums or copies of others, as in multi-head latent attention."""
     if "qk_rope_head_dim" not in sizes:
         return {}
     usual, parts = vars(config), {}
@@ -441,7 +444,7 @@ def _choose_latent_head_sizes(config: Any, sizes: dict[str, Any]) -> dict[str, i
 
 
 def _shrink_pictures(config: Any) -> dict[str, Any]:
-    """Make pictures of four by four patches."""
+    """Choose the size of pictures of four by four patches."""
     patch, image = (vars(config).get(name) for name in ("patch_size", "image_size"))
     if isinstance(patch, int) and isinstance(image, int):
         return {"image_size": 4 * patch}
@@ -451,7 +454,7 @@ def _shrink_pictures(config: Any) -> dict[str, Any]:
 
 
 def _shorten_layer_lists(config: Any) -> dict[str, Any]:
-    """Give every list with an entry per layer at least four entries, with each kind once."""
+    """Shorten every list with an entry per layer to one of each kind, and at least four."""
     name = next((each for each in LAYER_COUNTS if each in vars(config)), "num_hidden_layers")
     count = vars(config).get(name)
     lists = {
@@ -476,7 +479,12 @@ def _shorten_layer_lists(config: Any) -> dict[str, Any]:
 
 
 def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Make RoPE whose switch lies inside a text, and whose sections fill a head."""
+    """Shrink RoPE settings.
+
+    `original_max_position_embeddings` becomes 64, so that texts are longer than the length at which
+    RoPE changes. The sections of M-RoPE keep their proportions and add up to half the rotated part
+    of a head.
+    """
     scaled = dict(rope)
     half = int(head_dim * (rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
@@ -519,11 +527,14 @@ def replace_timm_towers() -> Iterator[list[str]]:
 
 
 def make_random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
-    """Make a model whose greedy text varies and depends on earlier tokens; return its weights too.
+    """Make a model whose greedy text varies and depends on earlier tokens.
 
     Args:
         kind: class of transformers.
         config: config of a tiny model.
+
+    Returns:
+        The model, and facts of its weights: `gain`, `embedding`, results of `measure_text_quality`.
 
     Raises:
         RuntimeError: its logits are not finite.
@@ -576,7 +587,7 @@ def scale_weights(model: Any, gain: float, embedding: float) -> None:
 
 
 def find_placeholder_ids(config: Any) -> list[int]:
-    """Ids of tokens that stand for pictures and so on, in a config and its parts."""
+    """Find the ids of tokens that stand for pictures and so on, in a config and its parts."""
     ids = set()
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -587,7 +598,7 @@ def find_placeholder_ids(config: Any) -> list[int]:
 
 
 def _measure_deviation(model: Any) -> tuple[float, Any]:
-    """Deviation of logits, and the last norm before them."""
+    """Measure the deviation of logits, and find the last norm before them."""
     ran: list[nn.Module] = []
     hooks = [
         module.register_forward_hook(lambda module, *_: ran.append(module))
@@ -602,7 +613,7 @@ def _measure_deviation(model: Any) -> tuple[float, Any]:
 
 @torch.no_grad()
 def measure_text_quality(model: Any) -> dict[str, Any]:
-    """Facts that tell whether texts of a model can be compared.
+    """Measure whether texts of a model can be compared.
 
     Returns:
         logits_std: deviation of the logits; below 1, float32 rounding decides.
