@@ -315,19 +315,21 @@ def report_write_errors(folder: Path, state: PartialState) -> Iterator[None]:
 
 def write_shards(work: CaptureJob, state: PartialState) -> None:
     """Write this process's incomplete shards; the first process also writes the output head."""
-    mine = work.shards[state.process_index :: state.num_processes]
+    own_shards = work.shards[state.process_index :: state.num_processes]
     quiet = not state.is_main_process
-    checked = tqdm(mine, desc="checking what is there", disable=quiet, unit="shard", leave=False)
+    checked = tqdm(
+        own_shards, desc="checking what is there", disable=quiet, unit="shard", leave=False
+    )
     todo = [shard for shard in checked if not is_shard_whole(work.folder, shard.name)]
-    of_target = work.folder / TARGET_FOLDER
-    lacks_head = state.is_main_process and not of_target.is_dir()
+    target_folder = work.folder / TARGET_FOLDER
+    lacks_head = state.is_main_process and not target_folder.is_dir()
     if not todo and not lacks_head:
         return
     target = load_capture_target(work.config, state.device)
     for packed in work.packed_by_split.values():
         packed.check_token_ids(target)
     if lacks_head:
-        save_embeddings_and_head(target, of_target)
+        save_embeddings_and_head(target, target_folder)
     total, layers = sum(shard.num_tokens for shard in todo), work.plan.contents.layers
     text = find_longest_document(work.packed_by_split["train"])
     if state.is_main_process:
@@ -350,9 +352,9 @@ def load_capture_target(config: CaptureRun, device: torch.device) -> EmbeddingsA
         target = RemoteTarget.from_config(config.target, torch.device("cpu"))
     else:
         target = load_target(config.target, device)
-    told = try_generation_config(target)
-    if told is not None:
-        print(told, file=sys.stderr)
+    warning = try_generation_config(target)
+    if warning is not None:
+        print(warning, file=sys.stderr)
     return target
 
 
@@ -465,15 +467,14 @@ def capture_shard(
         for number, row in enumerate(rows):
             tokens = select_token_fields(row)
             num_tokens = len(tokens["input_ids"])
-            own = {name: each[number, :num_tokens] for name, each in states.items()}
-            sequences.append(
-                (tokens, copies.start_copy(build_stored_tensors(target, contents, own, tokens)))
-            )
+            real = {name: each[number, :num_tokens] for name, each in states.items()}
+            stored = build_stored_tensors(target, contents, real, tokens)
+            sequences.append((tokens, copies.start_copy(stored)))
             bar.update(num_tokens)
 
     def write() -> None:
-        there = [tokens | copied.wait_for_tensors() for tokens, copied in sequences]
-        write_shard(work.folder, shard.name, contents.tensor_specs, there)
+        tensors = [tokens | copied.wait_for_tensors() for tokens, copied in sequences]
+        write_shard(work.folder, shard.name, contents.tensor_specs, tensors)
 
     writers.submit_job(write)
 

@@ -62,13 +62,13 @@ def find_result_files(paths: list[str]) -> dict[str, Path]:
         raise InputError(
             f"results={paths}: names fewer than two; name at least two folders with acceptance.json"
         )
-    found: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     for path in paths:
         name, file = find_result_file(path)
-        if name in found:
+        if name in files_by_name:
             raise InputError(f"results: two folders have the name {name}; rename one")
-        found[name] = file
-    return found
+        files_by_name[name] = file
+    return files_by_name
 
 
 def load_results(paths: list[str]) -> dict[str, dict[str, Any]]:
@@ -87,8 +87,8 @@ def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     Raises:
         InputError: a missing or broken file, or measurements of different things.
     """
-    found = {name: load_acceptance_json(path) for name, path in files.items()}
-    (first, reference), *others = found.items()
+    results = {name: load_acceptance_json(path) for name, path in files.items()}
+    (first, reference), *others = results.items()
     before = _build_fingerprint(reference)
     for name, result in others:
         now = _build_fingerprint(result)
@@ -102,7 +102,7 @@ def load_result_files(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
                 f"results: {first} and {name} have different texts, so one is damaged; measure "
                 "again"
             )
-    return found
+    return results
 
 
 def _list_texts(result: dict[str, Any]) -> list[tuple[int, int]]:
@@ -206,12 +206,12 @@ def compare_reported_results(
         name: load_reported_acceptance(file) for name, file in files.items()
     }
     ours = {name: files[name] for name, each in results.items() if each.tool == "Headsmith"}
-    own = load_result_files(ours) if ours else {}
+    own_results = load_result_files(ours) if ours else {}
     shared = check_comparable(results)
-    under = format_conditions(next(iter(own.values()))) if own else ""
+    conditions = format_conditions(next(iter(own_results.values()))) if own_results else ""
     text = "\n\n".join(
         [
-            *([f"{under}:"] if under else []),
+            *([f"{conditions}:"] if conditions else []),
             build_markdown_table(build_comparison_rows(results, shared)),
         ]
     )
@@ -219,17 +219,17 @@ def compare_reported_results(
         name: (each.lengths.get(shared[0]), each.per_position) for name, each in results.items()
     }
     count, mean = shared[0]
-    what = f"acceptance length: {LENGTH_DEFINITIONS[count]} ({mean})"
-    return text, {"comparison.png": partial(plot_reported, figures, what, under)}
+    axis_label = f"acceptance length: {LENGTH_DEFINITIONS[count]} ({mean})"
+    return text, {"comparison.png": partial(plot_reported, figures, axis_label, conditions)}
 
 
 def main(config: CompareRun) -> None:
     """Print the table; write `comparison.md` and `comparison.png`."""
-    found = find_result_files(config.results)
-    if all(file.name == RESULT_FILE_NAMES[0] for file in found.values()):
-        text, files = compare_own_results(load_result_files(found))
+    result_files = find_result_files(config.results)
+    if all(file.name == RESULT_FILE_NAMES[0] for file in result_files.values()):
+        text, files = compare_own_results(load_result_files(result_files))
     else:
-        text, files = compare_reported_results(found)
+        text, files = compare_reported_results(result_files)
     print(text)
     out_dir = Path(config.out_dir)
     files = {"comparison.md": lambda path: write_atomically(path, text + "\n"), **files}

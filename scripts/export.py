@@ -62,19 +62,19 @@ def main(config: ExportRun) -> None:
             f"target.path is unset, and head.path={head_path} does not name its target; set "
             "target.path"
         )
-    where = replace(config.target, path=path)
-    target = load_target(where, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    identity = identify_target(where, target.tokenizer, target.dtype)
-    other = format_target_change("head.path", head_path, config.head.revision, identity)
-    if other is not None:
-        print(other, file=sys.stderr)
+    location = replace(config.target, path=path)
+    target = load_target(location, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    identity = identify_target(location, target.tokenizer, target.dtype)
+    target_change = format_target_change("head.path", head_path, config.head.revision, identity)
+    if target_change is not None:
+        print(target_change, file=sys.stderr)
     head.attach(target, getattr(torch, config.dtype.value)).eval()
     head.config = replace(head.config, target=target.name)  # its current name
     check_export_target(head, config.format)
-    words = config.tokenizer_gguf
-    if words is None and split_gguf_path(path):
-        words = str(load_gguf_target(path, where.revision).file)
-    source = None if words is None else Path(words).expanduser()
+    tokenizer_file = config.tokenizer_gguf
+    if tokenizer_file is None and split_gguf_path(path):
+        tokenizer_file = str(load_gguf_target(path, location.revision).file)
+    source = None if tokenizer_file is None else Path(tokenizer_file).expanduser()
     export_head(
         head, config.format, compute_reference_tensors(head, target), out_dir, provenance, source
     )
@@ -82,9 +82,9 @@ def main(config: ExportRun) -> None:
     command = head.plan_export(config.format, str(out_dir)).command
     print(f"wrote {out_dir}; serve it with\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
-        same = collect_changed_settings(config, "head", "target") | {"target.path": path}
+        kept_settings = collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}
-        print_next_command("export", server | same | prompts_for(path))
+        print_next_command("export", server | kept_settings | prompts_for(path))
 
 
 def verify_export(out_dir: Path) -> None:

@@ -128,15 +128,15 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
     fresh: Any = None if head.norm is None else type(head.norm)(1)
     if fresh is None or fresh.weight.item() != 0:
         return
-    own = [t.mean().item() for name, t in head.named_parameters() if "norm" in name]
+    norms = [t.mean().item() for name, t in head.named_parameters() if "norm" in name]
     targets = [
         tensor.float().mean().item()
         for file in find_weight_files(folder, "model") or []
         for tensor in iter_target_norms(file)
     ]
-    if targets and median(own) - median(targets) > 0.5:
+    if targets and median(norms) - median(targets) > 0.5:
         raise InputError(
-            f"{path}: the MTP layer's norms have weights around {median(own):.2f}, the target's "
+            f"{path}: the MTP layer's norms have weights around {median(norms):.2f}, the target's "
             f"own around {median(targets):.2f}; a converter added 1 to them, which the norm adds "
             "itself; take the layer of the original model (action=stitch head.path=ORIGINAL)"
         )

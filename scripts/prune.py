@@ -86,10 +86,12 @@ def main(config: PruneRun) -> None:
         )
     fill_default_paths(config)
     target = load_target(config.target, state.device)
-    told = try_generation_config(target)
+    warning = try_generation_config(target)
     identity = identify_target(config.target, target.tokenizer, target.dtype)
-    other = format_target_change("head.path", str(config.head.path), config.head.revision, identity)
-    for line in filter(None, (told, other)):
+    target_change = format_target_change(
+        "head.path", str(config.head.path), config.head.revision, identity
+    )
+    for line in filter(None, (warning, target_change)):
         print(line, file=sys.stderr)
     # Still float32: saved weights must not be rounded to the target's dtype.
     head.attach(target)

@@ -96,11 +96,13 @@ def main(config: PushRun) -> None:
             exports=export_facts, notices=notices, figures=[picture.name for picture in pictures],
         )  # fmt: skip
         for repo_id, staged in repos.items():
-            own = facts
+            repo_facts = facts
             if repo_id != config.repo_id:
                 its_exports = [export for export in export_facts if export.repo_id == repo_id]
-                own = replace(facts, repo_id=repo_id, exports=its_exports, head_repo=config.repo_id)
-            (staged / "README.md").write_text(str(build_model_card(own)), encoding="utf-8")
+                repo_facts = replace(
+                    facts, repo_id=repo_id, exports=its_exports, head_repo=config.repo_id
+                )
+            (staged / "README.md").write_text(str(build_model_card(repo_facts)), encoding="utf-8")
             for picture in pictures:
                 shutil.copyfile(picture, staged / picture.name)
             print(repo_id)
@@ -110,10 +112,10 @@ def main(config: PushRun) -> None:
             write_dry_run(repos, Path(config.out_dir))
             print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
             print(f"links after upload: {', '.join(map(format_link, repos))}")
-            same = collect_changed_settings(config)
+            changed_settings = collect_changed_settings(config)
             for key in ("dry_run", "out_dir"):
-                same.pop(key, None)
-            print_next_command("dry run", same)
+                changed_settings.pop(key, None)
+            print_next_command("dry run", changed_settings)
         else:
             print("\n".join(upload_repositories(repos, config.private)))
 
@@ -260,8 +262,8 @@ def write_dry_run(repos: dict[str, Path], out_dir: Path) -> None:
     """Write the files of an upload: one repository, or a folder for each of several."""
     try:
         for repo_id, staged in repos.items():
-            there = out_dir if len(repos) == 1 else out_dir / repo_id.rsplit("/")[-1]
-            shutil.copytree(staged, there, dirs_exist_ok=True)
+            folder = out_dir if len(repos) == 1 else out_dir / repo_id.rsplit("/")[-1]
+            shutil.copytree(staged, folder, dirs_exist_ok=True)
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: {error}") from error
 

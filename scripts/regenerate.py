@@ -246,11 +246,11 @@ class Dialogue:
 
     def build_request_arguments(self, template_kwargs: Mapping[str, Any] | None) -> dict:
         """Build the arguments for a server besides messages: tools, arguments of the template."""
-        told = {
+        arguments = {
             "tools": self.tools,
             "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
         }
-        return {key: value for key, value in told.items() if value}
+        return {key: value for key, value in arguments.items() if value}
 
     def compute_seed(self) -> int:
         """Compute a seed for the current answer from the run, the row and the turn alone."""
@@ -259,11 +259,11 @@ class Dialogue:
 
     def build_row(self) -> dict:
         """Build the row to write; `truncated_turns` counts answers from 0."""
-        own = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
+        context = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {
             "id": self.id,
             "messages": self.messages,
-            **{key: value for key, value in own.items() if value},
+            **{key: value for key, value in context.items() if value},
             "category": self.category,
             "truncated_turns": self.truncated,
         }
@@ -525,13 +525,13 @@ def print_report(config: RegenerateRun, rows: list[dict], counter: OutcomeCounte
             f"{counter.num_cut} of them end early, before the result of a tool that an answer of "
             "the data had called"
         )
-    for error, words in (
+    for error, reason in (
         (RowEmpty, "skipped, the target's answer is empty"),
         (RequestRefusedError, "skipped, refused"),
         (RequestFailedError, "failed; start again to retry them"),
     ):
         if problems := counter.problems.get(error):
-            print(f"{len(problems)} conversations {words}:")
+            print(f"{len(problems)} conversations {reason}:")
             for problem in problems[:NUM_LISTED]:
                 print(f"  {problem}")
             if len(problems) > NUM_LISTED:

@@ -207,9 +207,9 @@ def main(config: RelayRun) -> None:
     check_relay(config)
     key = find_relay_token()
     with RelayServer(config, key) as relay:
-        told = f", and {RELAY_TOKEN_VARIABLE} as here" if key else ""
+        hint = f", and {RELAY_TOKEN_VARIABLE} as here" if key else ""
         print(
-            f"{relay.folder}: set target.relay=[{relay.url}] where heads are trained{told}; stop "
+            f"{relay.folder}: set target.relay=[{relay.url}] where heads are trained{hint}; stop "
             "with Ctrl-C",
             flush=True,
         )

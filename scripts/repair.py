@@ -108,8 +108,8 @@ def find_best_variant(
     chain = Tree.make_chain(depth)
 
     def replayed(changes: tuple[str, ...], head: DraftHead) -> HeadVariant:
-        prompts, words = [], changes[-1] if changes else DECLARED
-        for prompt, answer in tqdm(texts, desc=words, unit="prompt", leave=False):
+        prompts, label = [], changes[-1] if changes else DECLARED
+        for prompt, answer in tqdm(texts, desc=label, unit="prompt", leave=False):
             output = target.encode_response(prompt.token_ids, answer, head.taps)
             ranked = rank_candidates(head, chain, output, prompt.token_ids, answer)
             steps = replay_tree(chain, ranked, answer)
@@ -121,8 +121,8 @@ def find_best_variant(
     rows = [declared.build_row(declared)]
     while True:
         variants = [
-            replayed((*best.changes, words), other)
-            for words, other in best.head.iter_config_variants()
+            replayed((*best.changes, label), other)
+            for label, other in best.head.iter_config_variants()
         ]
         rows += [variant.build_row(declared) for variant in variants]
         better = [variant for variant in variants if variant.is_better_than(best)]
@@ -137,8 +137,8 @@ def save_variant(variant: HeadVariant, config: RepairRun, bench: Measurement, fo
     ref = config.head
     assert ref.path is not None
     head: Any = load_head(ref.path, ref.revision, ref.layers).attach(bench.target)
-    for words in variant.changes:
-        head = next(other for name, other in head.iter_config_variants() if name == words)
+    for change in variant.changes:
+        head = next(other for name, other in head.iter_config_variants() if name == change)
     history = collect_provenance(config, bench.target.name, bench.data) | {"repaired": variant.name}
     head.save(folder, history)
 
@@ -150,8 +150,8 @@ def print_variants(rows: list[dict[str, Any]], console: Console) -> None:
         table.add_column(column, justify="left" if column == "read" else "right")
     for row in rows:
         interval = row["more_ci95"]
-        words = "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
-        table.add_row(row["reading"], f"{row['tau']:.3f}", f"{row['more']:+.3f}", words)
+        bounds = "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+        table.add_row(row["reading"], f"{row['tau']:.3f}", f"{row['more']:+.3f}", bounds)
     console.print(table)
 
 

@@ -140,7 +140,7 @@ def find_runnable_peers(peers: tuple[Peer, ...]) -> list[Peer]:
     Raises:
         InputError: a variable names no file.
     """
-    there = []
+    runnable = []
     for peer in peers:
         python = sys.executable if peer.variable is None else os.environ.get(peer.variable)
         if python is None:
@@ -150,8 +150,8 @@ def find_runnable_peers(peers: tuple[Peer, ...]) -> list[Peer]:
                 f"{peer.variable}={python}: no such file; set it to the path of a Python"
             )
         else:
-            there.append(peer)
-    return there
+            runnable.append(peer)
+    return runnable
 
 
 def parse_arguments() -> argparse.Namespace:

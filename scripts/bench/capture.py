@@ -173,8 +173,8 @@ def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]
     with tempfile.TemporaryDirectory() as folder:
         for way in STORED:
             plan = replace(work.plan, contents=replace_storage(work.plan.contents, *way))
-            own = replace(work, folder=Path(folder), plan=plan)
-            runs[format_run_label(*way)] = partial(capture_to_disk, own, target)
+            stored_work = replace(work, folder=Path(folder), plan=plan)
+            runs[format_run_label(*way)] = partial(capture_to_disk, stored_work, target)
         return measure_run_rates(runs, shards)
 
 

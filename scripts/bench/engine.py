@@ -123,9 +123,11 @@ def make_drafters(target: Target, text: list[int], rate: float) -> dict[str, Cal
             f"chain of {depth}": Tree.make_chain(depth),
             "tree of 8": tree if head.has_static_tree else DynamicShape(depth, 2, 8),
         }
-        for words, shape in shapes.items():
+        for shape_name, shape in shapes.items():
             make = partial(head.make_drafter, shape, GREEDY, [0])
-            makes[f"{name} {words}"] = corrected(make, shape if isinstance(shape, Tree) else tree)
+            makes[f"{name} {shape_name}"] = corrected(
+                make, shape if isinstance(shape, Tree) else tree
+            )
     return makes
 
 
@@ -150,8 +152,8 @@ def decode_texts(
 def format_row(name: str, texts: list[Generation], base: list[Generation]) -> list[str]:
     """Format a row: name, tau, speed-up over the baseline, their ratio, milliseconds of parts."""
 
-    def median(part: str, of: list[Generation]) -> float:
-        return statistics.median(getattr(text.times, part) for text in of)
+    def median(part: str, samples: list[Generation]) -> float:
+        return statistics.median(getattr(text.times, part) for text in samples)
 
     speedup = median("decode", base) / median("decode", texts)
     num_steps = len(texts[0].steps)
@@ -177,9 +179,9 @@ def main(dtype: str = "float32", rate: str = "0.8", num_layers: str = "32") -> N
     """Print the table of all drafters."""
     target, texts = measure_drafters(dtype, float(rate), int(num_layers))
     size = sum(p.numel() for p in target.model.parameters()) / 1e6
-    where = f"{target.device.type}, {torch.get_num_threads()} threads"
+    machine = f"{target.device.type}, {torch.get_num_threads()} threads"
     table = Table(
-        title=f"{size:.0f}M parameters, {num_layers} layers, {dtype}, {where}; accepted at {rate}"
+        title=f"{size:.0f}M parameters, {num_layers} layers, {dtype}, {machine}; accepted at {rate}"
     )
     for column in ("drafter", "tau", "speed-up", "efficiency", *(f"{p} ms" for p in PARTS)):
         table.add_column(column, justify="left" if column == "drafter" else "right")

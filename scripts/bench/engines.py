@@ -374,8 +374,8 @@ class Workers:
         job = job | {"folder": None, "relay": None}
         for number, server in enumerate(servers):
             server.send_line(json.dumps(job))
-            told = server.receive_result()
-            job |= {"relay": told["url"]} if number else told
+            facts = server.receive_result()
+            job |= {"relay": facts["url"]} if number else facts
         others = self._others[:ranks]
         for rank, other in enumerate(others):
             other.send_line(json.dumps(job | {"seed": rank}))
@@ -384,11 +384,11 @@ class Workers:
         before = [each.measure_busy_seconds() for each in servers]
         for other in others:
             other.send_line()
-        found = [other.receive_result() for other in others]
+        results = [other.receive_result() for other in others]
         costs = [each.measure_busy_seconds() - s for each, s in zip(servers, before, strict=True)]
         for server in servers:
             server.send_line()
-        return found, costs
+        return results, costs
 
 
 def build_reading_table(options: argparse.Namespace, workers: Workers) -> str:
@@ -408,11 +408,11 @@ def build_reading_table(options: argparse.Namespace, workers: Workers) -> str:
             "layers": list(range(layers)), "hidden": hidden, "length": length,
             "concurrency": concurrency, "seconds": options.seconds, "tokens_per_s": 0,
         }  # fmt: skip
-        found, busy = workers.run_together(ranks, way, job)
-        gigabytes = sum(each["bytes"] for each in found) / 1e9
-        costs = [sum(each[part] for each in found) for part in PARTS] + busy
+        results, busy = workers.run_together(ranks, way, job)
+        gigabytes = sum(each["bytes"] for each in results) / 1e9
+        costs = [sum(each[part] for each in results) for part in PARTS] + busy
         cells = [f"{seconds / gigabytes:.2f}" for seconds in costs] + [""] * (2 - len(busy))
-        rate = gigabytes / max(each["wall_s"] for each in found)
+        rate = gigabytes / max(each["wall_s"] for each in results)
         rows.append((*names, f"{rate:.2f}", *cells))
         print_row(rows[-1])
     return build_markdown_table(header, rows)
@@ -434,11 +434,11 @@ def build_training_table(options: argparse.Namespace, workers: Workers) -> str:
         job = build_training_job(head, length, options.steps) | {
             "concurrency": concurrency, "tokens_per_s": rate,
         }  # fmt: skip
-        found, _ = workers.run_together(ranks, way, job)
-        waiting = sum(each["waiting"] for each in found) / ranks
+        results, _ = workers.run_together(ranks, way, job)
+        waiting = sum(each["waiting"] for each in results) / ranks
         names = (head, way, str(ranks), f"{length:,}", str(concurrency))
         served = f"{rate:,}" if rate else "at once"
-        rows.append((*names, served, f"{sum(e['rate'] for e in found):,.0f}", f"{waiting:.0%}"))
+        rows.append((*names, served, f"{sum(e['rate'] for e in results):,.0f}", f"{waiting:.0%}"))
         print_row(rows[-1])
     return build_markdown_table((*header, "waiting"), rows)
 
@@ -448,8 +448,8 @@ def print_memory(options: argparse.Namespace, workers: Workers) -> None:
     steps = options.memory
     for head, way in product(options.heads, options.ways):
         job = build_training_job(head, options.lengths[0], steps)
-        (found,), _ = workers.run_together(1, way, job)
-        early, late = (f"{size / 1e6:.0f} MB" for size in found["memory"])
+        (result,), _ = workers.run_together(1, way, job)
+        early, late = (f"{size / 1e6:.0f} MB" for size in result["memory"])
         print(f"{head} by {way}: {early} at step {steps // 10}, {late} at {steps}", flush=True)
 
 

@@ -130,13 +130,13 @@ class Results:
         """Return all whole lines of the file."""
         if not self.file.exists():
             return []
-        found = []
+        rows = []
         for line in self.file.read_text().splitlines():
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except json.JSONDecodeError:  # a full disk cut it short
                 continue
-        return found
+        return rows
 
     def list_tests(self, stage: str) -> tuple[set[str], set[str]]:
         """Return the ids of a stage's tests that have begun and that have ended.
@@ -306,25 +306,25 @@ class Runner:
         for name in names:
             most = gpu_figures.MOST_S.get(name, gpu_figures.USUAL_MOST_S)
             begun, limit = time.monotonic(), self.compute_limit(most)
-            own = ["--figures-of", name, *(["--small"] if self.small else [])]
+            options = ["--figures-of", name, *(["--small"] if self.small else [])]
             if self._has_time(name, LEAST_S):
-                code = self.run_command(name, [__file__, str(self.results.folder), *own], limit)
+                code = self.run_command(name, [__file__, str(self.results.folder), *options], limit)
                 self.note_end(name, code, begun)
 
     def use_model(self, names: list[str], model: Path) -> None:
         """Run commands on the real model, and append the figures of their results."""
         work = get_work_dir()
-        for one in list_commands(model, work, self.small):
-            if one.name not in names or not self._has_time(one.name, one.least_s):
+        for command in list_commands(model, work, self.small):
+            if command.name not in names or not self._has_time(command.name, command.least_s):
                 continue
-            begun, limit = time.monotonic(), self.compute_limit(one.most_s)
-            out_dir = work / one.name
-            code = self.run_command(one.name, [*one.words, f"out_dir={out_dir}"], limit)
+            begun, limit = time.monotonic(), self.compute_limit(command.most_s)
+            out_dir = work / command.name
+            code = self.run_command(command.name, [*command.words, f"out_dir={out_dir}"], limit)
             for figure, value in gpu_figures.iter_result_figures(out_dir):
                 self.results.append_row(
-                    gpu_figures.build_row(one.name, figure, value, judged=False)
+                    gpu_figures.build_row(command.name, figure, value, judged=False)
                 )
-            self.note_end(one.name, code, begun)
+            self.note_end(command.name, code, begun)
             keep_results(self.results.folder, work)
 
     def _has_time(self, name: str, least_s: float) -> bool:
@@ -470,15 +470,15 @@ def keep_results(folder: Path, work: Path) -> None:
 
 def build_figures_table(rows: list[Row], title: str) -> Table:
     """Build a table with a row for each figure; a repeated figure shows its last value."""
-    words = {True: "pass", False: "FAIL", None: "-"}
-    made = Table("stage", "figure", title=title)
+    verdicts = {True: "pass", False: "FAIL", None: "-"}
+    table = Table("stage", "figure", title=title)
     for column in ("value", "predicted", "floor", "result"):
-        made.add_column(column, justify="right")
+        table.add_column(column, justify="right")
     last = {(row["stage"], row["figure"]): row for row in rows if "figure" in row}
     for row in last.values():
         numbers = (_format_figure(row[name]) for name in ("value", "predicted", "floor"))
-        made.add_row(row["stage"], row["figure"], *numbers, words[row["passed"]])
-    return made
+        table.add_row(row["stage"], row["figure"], *numbers, verdicts[row["passed"]])
+    return table
 
 
 def _format_figure(figure: float | None) -> str:
@@ -493,17 +493,17 @@ def list_failures(rows: list[Row]) -> list[str]:
     for row in rows:
         if "stage" in row:
             last[row["stage"], str(row.get("test")), str(row.get("figure"))] = row
-    found = []
+    failures = []
     for row in last.values():
         if row.get("ended") and row["code"]:
-            found.append(f"{row['stage']}: {row['code']}")
+            failures.append(f"{row['stage']}: {row['code']}")
         elif row.get("passed") is False and "test" in row:
             error = row.get("error", "").partition("\n")[0][:200]
-            found.append(f"{row['stage']}: {row['test']}: {error}")
+            failures.append(f"{row['stage']}: {row['test']}: {error}")
         elif row.get("passed") is False:
-            shown = f"{_format_figure(row['value'])}, floor {_format_figure(row['floor'])}"
-            found.append(f"{row['stage']}: {row['figure']}: {shown}")
-    return found
+            values = f"{_format_figure(row['value'])}, floor {_format_figure(row['floor'])}"
+            failures.append(f"{row['stage']}: {row['figure']}: {values}")
+    return failures
 
 
 def describe_machine(small: bool) -> Row:

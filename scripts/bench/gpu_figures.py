@@ -172,11 +172,11 @@ def measure_decoding(small: bool) -> Figures:
     plain = _decode_captured(target, lambda _: NoDraft(), prompt, num_tokens)
     yield "ms per token, captured", _compute_step_ms(plain)
     yield "same tokens, captured or not", float(plain.token_ids == eager.token_ids)
-    drawn = _decode_captured(target, lambda _: NoDraft(), prompt, num_tokens, temperature=1.0)
-    yield "ms per token, captured, temperature 1", _compute_step_ms(drawn)
+    sampled = _decode_captured(target, lambda _: NoDraft(), prompt, num_tokens, temperature=1.0)
+    yield "ms per token, captured, temperature 1", _compute_step_ms(sampled)
     answer = plainly(num_tokens + 16).token_ids
     for kind in SHAPES:
-        yield from _iter_head_figures(kind, target, prompt, answer, (plain, drawn), small)
+        yield from _iter_head_figures(kind, target, prompt, answer, (plain, sampled), small)
     if target.device.type == "cuda":
         yield "peak, GB", torch.cuda.max_memory_allocated() / 1e9
 
@@ -200,18 +200,18 @@ def _iter_head_figures(
     from heads.vocab import DraftVocab
     from scripts.bench.engine import Oracle, OracleCorrectedDrafter
 
-    plain, drawn = base
+    plain, sampled = base
     num_tokens, size = len(plain.token_ids), target.vocab_size
     vocab = DraftVocab.make_full(size)
     if kind == "eagle3":
         vocab = DraftVocab.from_counts(torch.arange(size), min(size, 32000), [])
     head = make_untrained_head(kind, target, vocab)
     head.attach(target, target.dtype).eval()
-    depth, of_tree = SHAPES[kind]
+    depth, tree_sizes = SHAPES[kind]
     chain = Tree.make_chain(min(depth, head.max_chain_depth))
     shapes: dict[str, Any] = {"chain": chain}
-    if of_tree is not None and not small:
-        shapes["tree"] = DynamicShape(*of_tree)
+    if tree_sizes is not None and not small:
+        shapes["tree"] = DynamicShape(*tree_sizes)
     for name, shape in shapes.items():
         make = partial(head.make_drafter, shape, GREEDY)
         step = _compute_step_ms(_decode_captured(target, make, prompt, num_tokens))
@@ -228,7 +228,7 @@ def _iter_head_figures(
     if kind == "eagle3":
         make = partial(head.make_drafter, chain, Sampling(temperature=1.0))
         step = _compute_step_ms(_decode_captured(target, make, prompt, num_tokens, temperature=1.0))
-        yield f"speed-up / tau, {kind} chain, temperature 1", _compute_step_ms(drawn) / step
+        yield f"speed-up / tau, {kind} chain, temperature 1", _compute_step_ms(sampled) / step
 
 
 def _decode_captured(
@@ -497,7 +497,7 @@ def _make_inputs(folder: Path, small: bool) -> tuple[str, str]:
     target.model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
     data = folder / "texts.jsonl"
-    pieces = [text[at : at + 4000] for text in texts for at in range(0, len(text), 4000)]
+    pieces = [text[start : start + 4000] for text in texts for start in range(0, len(text), 4000)]
     data.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
     return str(folder / "target"), str(data)
 

@@ -77,15 +77,15 @@ def request_answer(url: str, prompt: list[int], num_tokens: int, **settings: Any
 
 def request_prompt_ids(url: str, questions: list[str]) -> list[list[int]]:
     """Request the token ids of questions in the target's own chat template."""
-    found = []
+    prompts = []
     for question in questions:
         messages = [{"role": "user", "content": question}]
         text = request_json(url, "apply-template", messages=messages)["prompt"]
         ids = request_json(url, "tokenize", content=text, add_special=True, parse_special=True)[
             "tokens"
         ]
-        found.append(ids)
-    return found
+        prompts.append(ids)
+    return prompts
 
 
 def summarise_passes(depth: int, passes: list[list[Any]]) -> dict[str, Any]:
@@ -110,9 +110,9 @@ def find_first_difference(
 ) -> dict[str, Any]:
     """Find the place where a text leaves the usual one, and the target's two best scores there."""
     pairs = zip(usual, other, strict=False)
-    place = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
-    found = request_answer(url, prompt + usual[:place], 1, n_probs=2)["completion_probabilities"][0]
-    first, second = found["top_logprobs"]
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(usual), len(other)))
+    answer = request_answer(url, prompt + usual[:place], 1, n_probs=2)
+    first, second = answer["completion_probabilities"][0]["top_logprobs"]
     return {
         "token": place + 1,
         "top_two": [first["token"], second["token"]],
@@ -139,27 +139,29 @@ def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
     urls = [server.listening_address for server in servers]
     lines = Path(settings["prompts"]).read_text().splitlines()[settings["skip"] :]
     questions = [json.loads(line)["turns"][0] for line in lines]
-    asking = request_prompt_ids(urls[0], questions)
+    prompts = request_prompt_ids(urls[0], questions)
     passes: list[list[list[Any]]] = [[] for _ in urls]
     for url in urls:  # to warm up
-        request_answer(url, asking[0], num_tokens)
+        request_answer(url, prompts[0], num_tokens)
     for number in range(1, settings["num_repeats"] + 1):
-        rows = [[request_answer(url, prompt, num_tokens) for url in urls] for prompt in asking]
-        for found, answers in zip(passes, zip(*rows, strict=True), strict=True):
-            found.append(list(answers))
+        rows = [[request_answer(url, prompt, num_tokens) for url in urls] for prompt in prompts]
+        for one_pass, answers in zip(passes, zip(*rows, strict=True), strict=True):
+            one_pass.append(list(answers))
         print(f"pass {number} of {settings['num_repeats']} is done", flush=True)
-    usual, *drafted = [found[0] for found in passes]
+    usual, *drafted = [one_pass[0] for one_pass in passes]
     partings = [
         {"question": question, "depth": depth}
         | find_first_difference(urls[0], prompt, plain["tokens"], answered["tokens"])
         for depth, answers in zip(depths[1:], drafted, strict=True)
-        for question, prompt, plain, answered in zip(questions, asking, usual, answers, strict=True)
+        for question, prompt, plain, answered in zip(
+            questions, prompts, usual, answers, strict=True
+        )
         if plain["tokens"] != answered["tokens"]
     ]
     return {
         "questions": questions,
         "rows": [summarise_passes(*each) for each in zip(depths, passes, strict=True)],
-        "answers": [[each["content"] for each in found[0]] for found in passes],
+        "answers": [[each["content"] for each in one_pass[0]] for one_pass in passes],
         "partings": partings,
     }
 

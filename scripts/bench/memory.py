@@ -175,8 +175,8 @@ def build_cuda_table(length: int) -> Table:
     table = Table("target", "head", "estimated", "measured", "ratio", title=title)
     for target in TARGETS:
         for name in HEADS:
-            found = measure_in_processes(name, length, "--target", target)
-            estimated, peak = sum(found["parts"].values()), found["peak"]
+            result = measure_in_processes(name, length, "--target", target)
+            estimated, peak = sum(result["parts"].values()), result["peak"]
             row = [
                 target, name, f"{estimated / 1e9:.1f}" if estimated else "no formula",
                 "does not fit" if peak is None else f"{peak / 1e9:.1f}",
@@ -193,9 +193,9 @@ def build_comparison_table(length: int) -> Table:
     table = Table("head", "launch", "estimated", "measured", "ratio", title=title)
     for name in HEADS:
         for strategy, file in [("one process", None), *LAUNCH_FILES.items()]:
-            found = measure_in_processes(name, length, file=file)
-            estimated, peak = sum(found["parts"].values()), found["peak"]
-            launch = strategy if file is None else f"{found['strategy']}, 2 processes"
+            result = measure_in_processes(name, length, file=file)
+            estimated, peak = sum(result["parts"].values()), result["peak"]
+            launch = strategy if file is None else f"{result['strategy']}, 2 processes"
             sizes = (f"{size / 1e6:.0f}" for size in (estimated, peak))
             table.add_row(name, launch, *sizes, f"{estimated / peak:.2f}")
     return table
@@ -212,8 +212,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         given = options.worker, options.length
-        found = measure_on_cuda(*given, options.target) if options.target else measure_step(*given)
-        print(json.dumps(found), flush=True)
+        result = measure_on_cuda(*given, options.target) if options.target else measure_step(*given)
+        print(json.dumps(result), flush=True)
         return
     console = Console(width=110)
     if options.cuda:

@@ -132,8 +132,8 @@ def compute_losses(
     """
     batch = stack_sequences(data, [number % len(data) for number in numbers])
     ids, positions = batch["input_ids"].flatten(), batch["position_ids"].flatten()
-    own = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)
-    own = own.masked_fill(batch["document_ids"] < 0, -1).flatten()
+    document_ids = batch["document_ids"].add(torch.arange(len(numbers)).unsqueeze(1) * LENGTH)
+    document_ids = document_ids.masked_fill(batch["document_ids"] < 0, -1).flatten()
     documents = Documents.from_ids(batch["document_ids"])
     output = target.encode_documents(
         batch["input_ids"], batch["position_ids"], documents, head.taps
@@ -143,12 +143,12 @@ def compute_losses(
     rows = torch.arange(len(ids))
     seen = build_causal_range(documents, rows)
     outputs = head.draft(text, rows, BranchCache(text.keys[None], text.values[None], seen))
-    found = []
+    losses = []
     for logits, ahead in ((target.compute_logits(states), 1), (head.compute_logits(outputs), 2)):
-        same = (own == own.roll(-ahead)) & (own >= 0)
+        same = (document_ids == document_ids.roll(-ahead)) & (document_ids >= 0)
         same[-ahead:] = False
-        found.append(cross_entropy(logits[same].float(), ids.roll(-ahead)[same]))
-    return found
+        losses.append(cross_entropy(logits[same].float(), ids.roll(-ahead)[same]))
+    return losses
 
 
 if __name__ == "__main__":

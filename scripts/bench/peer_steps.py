@@ -242,12 +242,12 @@ def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining
     def loss() -> Tensor:
         logits = head(hidden)
         losses = []
-        for ahead, all_said in enumerate(logits, start=2):
-            said, wanted = all_said[:-ahead], labels[ahead:]
-            losses.append(F.cross_entropy(said, wanted, ignore_index=IGNORED))
+        for ahead, all_predicted in enumerate(logits, start=2):
+            predicted, wanted = all_predicted[:-ahead], labels[ahead:]
+            losses.append(F.cross_entropy(predicted, wanted, ignore_index=IGNORED))
             learnt = wanted != IGNORED
             # The accuracy that its trainer logs, brought to the host at each step.
-            (said.topk(1).indices[learnt, 0] == wanted[learnt]).float().mean().item()
+            (predicted.topk(1).indices[learnt, 0] == wanted[learnt]).float().mean().item()
         return torch.stack(losses).sum()
 
     return PeerTraining(head.train(), loss)
@@ -298,15 +298,15 @@ def _build_speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
     fused = torch.cat(list(inputs.layers), dim=-1)
     packed = []
     for number in text["document_ids"].unique().tolist():
-        own = text["document_ids"] == number
+        inside = text["document_ids"] == number
         document = {
-            "input_ids": text["input_ids"][own],
-            "position_ids": text["position_ids"][own],
+            "input_ids": text["input_ids"][inside],
+            "position_ids": text["position_ids"][inside],
             # Its mask lies one token before ours; shift it so that the same tokens are learnt.
-            "loss_mask": F.pad(text["loss_mask"][own][1:], (0, 1)),
-            "hidden_states": fused[own],
-            "verifier_last_hidden_states": inputs.prenorm_states[own],
-            "lengths": own.sum()[None],
+            "loss_mask": F.pad(text["loss_mask"][inside][1:], (0, 1)),
+            "hidden_states": fused[inside],
+            "verifier_last_hidden_states": inputs.prenorm_states[inside],
+            "lengths": inside.sum()[None],
         }
         shifted = shift_batch(document)
         shifted["document_ids"] = torch.full_like(shifted["input_ids"], number)

@@ -235,8 +235,8 @@ def print_tables(costs: dict[str, Cost]) -> None:
         ratio = speed * base.seconds / base.rows
         figures = (f"{cost.rows:,}", f"{cost.seconds:,.1f}", f"{speed:,.0f}", f"{ratio:.2f}")
         table.add_row(name, *figures, f"{1e6 * cost.busy / cost.rows:,.0f}")
-        for words, size in cost.memory.items():
-            sizes.add_row(name, words, f"{size / MIB:,.0f}")
+        for kind, size in cost.memory.items():
+            sizes.add_row(name, kind, f"{size / MIB:,.0f}")
     Console().print(table)
     Console().print(sizes)
 

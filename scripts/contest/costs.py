@@ -60,16 +60,16 @@ def main(config: SpeedupRun) -> None:
     (answer,) = generate_greedy_answers(bench.target, [prompt.token_ids], config.max_new_tokens)
     context = build_typical_context([prompt.token_ids], [answer])
 
-    def read() -> None:
+    def read_prompt() -> None:
         prefill(bench.target, bench.target.new_cache(1), [prompt.token_ids])
 
-    found = {
-        "prompt": min(measure_seconds(read, bench.target.device) for _ in range(4)),
+    costs = {
+        "prompt": min(measure_seconds(read_prompt, bench.target.device) for _ in range(4)),
         "sizes": {
             str(size): measure_step_seconds(bench, context, size) for size in config.batch_sizes
         },
     }
-    write_result(config, "costs.json", found, bench)
+    write_result(config, "costs.json", costs, bench)
 
 
 if __name__ == "__main__":

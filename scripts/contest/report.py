@@ -71,10 +71,10 @@ def write_report(
     heads = compare.load_results(folders) if len(order) > 1 else {}
     results = {name: _load_result(out_dir, f"acceptance/{name}/acceptance.json") for name in ways}
     figures = collect_method_figures(speed, costs, results, ways, method)
-    words = f"{label} wins, drafting by {method}."
+    verdict = f"{label} wins, drafting by {method}."
     faster = list(figures)[: list(figures).index(method)]
     if faster:
-        words += f" Faster over all batch sizes, without training: {', '.join(faster)}."
+        verdict += f" Faster over all batch sizes, without training: {', '.join(faster)}."
     tables = [
         ("Speed", "tokens/s, prompts included [as predicted], and the speed-up over the faster "
          "loop that drafts nothing (95% interval)", build_speed_rows(figures)),
@@ -83,14 +83,14 @@ def write_report(
         ("Cost", f"estimated{ARROW}taken", build_cost_rows(plan, spent)),
     ]  # fmt: skip
     tables = [table for table in tables if table[2]]
-    content = {"winner": label, "method": method, "verdict": words, "methods": figures}
+    content = {"winner": label, "method": method, "verdict": verdict, "methods": figures}
     content |= {"steps": plan["steps"], "estimate": plan["estimate"], "took": spent}
-    text = words + "\n"
+    text = verdict + "\n"
     for title, about, lines in tables:
         text += f"\n**{title}**: {about}\n\n{compare.build_markdown_table(lines)}\n"
     write_atomically(out_dir / "contest.json", json.dumps(content, indent=1) + "\n")
     write_atomically(out_dir / "contest.md", text)
-    write_atomically(out_dir / "contest.html", _render_page(words, tables, figures))
+    write_atomically(out_dir / "contest.html", _render_page(verdict, tables, figures))
     source = out_dir / "heads" / label / "head"
     write_folder(out_dir / "winner" / "head", partial(shutil.copytree, source, dirs_exist_ok=True))
     return f"{text}\nwrote {out_dir / 'contest.html'}; winner: {out_dir / 'winner/head'}"
@@ -213,7 +213,7 @@ def build_speed_rows(figures: dict[str, dict[str, Any]]) -> TableRows:
     ]
     for name, row in figures.items():
         interval = row["more_ci95"]
-        words = "-" if interval is None else " to ".join(f"{end:+.3f}" for end in interval)
+        difference = "-" if interval is None else " to ".join(f"{end:+.3f}" for end in interval)
         cells = []
         for cell in row["sizes"].values():
             guess = "" if cell["predicted"] is None else f" [{cell['predicted']:.0f}]"
@@ -223,7 +223,7 @@ def build_speed_rows(figures: dict[str, dict[str, Any]]) -> TableRows:
                 else f" ({format_interval(cell['speedup_ci95'])})"
             )
             cells.append(f"{cell['measured']:.0f}{guess}, {cell['speedup']:.2f}x{bounds}")
-        tau, more = f"{row['tau']:.3f}", f"{row['more']:+.3f} ({words})"
+        tau, more = f"{row['tau']:.3f}", f"{row['more']:+.3f} ({difference})"
         lines.append((row["label"] or "-", name, tau, more, *cells))
     return lines
 

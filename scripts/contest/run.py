@@ -561,9 +561,11 @@ def run_missing(todo: list[Task], out_dir: Path, took: TaskCosts, estimate: dict
     missing = [task for task in todo if not task.result.exists()]
     for number, task in enumerate(missing, start=1):
         following = missing[number].name if number < len(missing) else "nothing more"
-        about = estimate.get(task.name)
-        words = "" if about is None else f", about {report.format_minutes(about['seconds'])} min"
-        print(f"{task.name}{words}; then {following}", flush=True)
+        expected = estimate.get(task.name)
+        duration = (
+            "" if expected is None else f", about {report.format_minutes(expected['seconds'])} min"
+        )
+        print(f"{task.name}{duration}; then {following}", flush=True)
         run_task(task, out_dir, took)
 
 
@@ -590,9 +592,9 @@ def run_task(task: Task, out_dir: Path, took: TaskCosts) -> None:
     took.end_task(task.name, memory)
     if not task.result.exists():
         lines = log.read_text(errors="replace").replace("\r", "\n").splitlines()[-TAIL:]
-        shown = "\n".join(f"  {line}" for line in lines)
+        tail = "\n".join(f"  {line}" for line in lines)
         raise InputError(
-            f"{task.name} ended with code {code}, but without {task.result}; {log} ends:\n{shown}"
+            f"{task.name} ended with code {code}, but without {task.result}; {log} ends:\n{tail}"
         )
 
 
@@ -616,8 +618,8 @@ def parse_device_memory(out_dir: Path, name: str) -> dict[str, float]:
     """
     log = get_log_path(out_dir, name)
     text = log.read_text(errors="replace") if log.exists() else ""
-    said = re.findall(r"([\d.]+) GB measured at most", text)
-    return {"device": float(said[-1]) * 1e9} if said else {}
+    figures = re.findall(r"([\d.]+) GB measured at most", text)
+    return {"device": float(figures[-1]) * 1e9} if figures else {}
 
 
 def measure_folder_bytes(folder: Path) -> int:

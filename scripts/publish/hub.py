@@ -118,9 +118,9 @@ def _find_stale_files(there: list[str], files: dict[str, Path]) -> list[str]:
     """Find the files of an earlier head, which must not mix with this head's."""
     exports = {name.parent for name in map(PurePosixPath, there) if name.name == PROVENANCE}
     exports.discard(PurePosixPath())
-    old = set(filter_repo_objects(there, allow_patterns=OF_A_HEAD))
-    old |= {name for name in there if exports & set(PurePosixPath(name).parents)}
-    return sorted(old - files.keys())
+    stale = set(filter_repo_objects(there, allow_patterns=OF_A_HEAD))
+    stale |= {name for name in there if exports & set(PurePosixPath(name).parents)}
+    return sorted(stale - files.keys())
 
 
 def list_files(folder: Path) -> list[Path]:

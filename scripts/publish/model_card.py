@@ -209,7 +209,7 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
     """Format tau in words and by category, and acceptance by depth."""
     temperature = acceptance.get("temperature")
     choice = f"temperature {temperature}" if temperature else "greedy"
-    words = (
+    summary = (
         f"tau, the mean number of tokens per target pass (its own token included), is "
         f"**{acceptance['tau']:.3f}** for the top-1 chain over {acceptance['num_prompts']} "
         f"prompts and {acceptance['num_tokens']} tokens{_format_dtype_and_device(acceptance)} "
@@ -235,11 +235,11 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
         for depth, (alpha, cumulative) in enumerate(rates, 1)
     ]
     by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
-    held = format_conditions(acceptance)
-    under = [f"Measured under: {held}."] if held else []
+    conditions = format_conditions(acceptance)
+    condition_lines = [f"Measured under: {conditions}."] if conditions else []
     return [
-        words,
-        *under,
+        summary,
+        *condition_lines,
         build_markdown_table(header, rows),
         build_markdown_table(by_depth, depths),
     ]
@@ -247,15 +247,15 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
 
 def _format_dtype_and_device(result: dict[str, Any]) -> str:
     """Name dtype and device, if the measurement has them."""
-    told = [str(result[key]) for key in ("target_dtype", "device") if result.get(key)]
-    return f", {' on '.join(told)}" if told else ""
+    names = [str(result[key]) for key in ("target_dtype", "device") if result.get(key)]
+    return f", {' on '.join(names)}" if names else ""
 
 
 def _format_speedup(speedup: dict[str, Any]) -> list[str]:
     """Format the speed-up of every method, and the number of texts equal to the target's own."""
     others = [f"`{name}`" for name in speedup["baselines"] if name != speedup["baseline"]]
     faster = f", the faster of it and {' and '.join(others)}" if others else ""
-    words = (
+    summary = (
         f"Decoding at batch {speedup.get('batch_size', 1)}{_format_dtype_and_device(speedup)}; "
         "speed-up over "
         f"`{speedup['baseline']}`{faster}, without drafting; efficiency is the speed-up of "
@@ -272,7 +272,7 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
         for name, row in speedup["methods"].items()
     ]
     parts = [
-        words,
+        summary,
         build_markdown_table(["method", "tau", "tokens/s", "speed-up", "efficiency"], rows),
     ]
     lossless = speedup["lossless"]
@@ -358,8 +358,10 @@ def _format_training(facts: CardFacts) -> str:
     made_with = [f"{k} {v}" for k, v in (provenance.get("versions") or {}).items() if v]
     revision = provenance.get("git")
     if made_with:
-        at = f", Headsmith revision `{revision}`" if revision else ""
-        parts.append(f"Made with {', '.join(made_with)}{at}. Everything else: `headsmith.json`.")
+        commit = f", Headsmith revision `{revision}`" if revision else ""
+        parts.append(
+            f"Made with {', '.join(made_with)}{commit}. Everything else: `headsmith.json`."
+        )
     return "\n\n".join(part for part in parts if part)
 
 

@@ -99,12 +99,12 @@ def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
     Raises:
         InputError: a tensor differs from the head's, rounded to the export's dtype.
     """
-    ours, theirs = head.collect_tensors(), load_head(str(export.folder)).collect_tensors()
+    ours, exported = head.collect_tensors(), load_head(str(export.folder)).collect_tensors()
     for name, tensor in ours.items():
         expected = (
             tensor.to(export.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
         )
-        if name not in theirs or not torch.equal(theirs[name].to(tensor.dtype), expected):
+        if name not in exported or not torch.equal(exported[name].to(tensor.dtype), expected):
             raise InputError(
                 f"exports={export.folder}: its {name} differs from that of head.path, so it is an "
                 "export of another head or of an earlier state; export again"
@@ -146,11 +146,11 @@ def verify_staged_export(
         verdict = check_parity(staged)
     except InputError as error:
         raise InputError(f"exports={export.folder}: {error}") from error
-    line, served = "", repo_id
+    download_line, served = "", repo_id
     if folder or export.format not in TAKE_HUB_IDS:
         name = repo_id.rsplit("/", maxsplit=1)[-1]
         include = f" --include '{folder}/*'" if folder else ""
-        line = f"hf download {repo_id}{include} --local-dir {name}\n"
+        download_line = f"hf download {repo_id}{include} --local-dir {name}\n"
         served = f"{name}/{folder}".removesuffix("/")
     readme = staged / "README.md"
     text = readme.read_text("utf-8") if readme.is_file() else ""
@@ -159,17 +159,17 @@ def verify_staged_export(
         raise InputError(
             f"exports={export.folder}: its README.md has no command under Serve; export again"
         )
-    told = re.sub(r"\bDIR\b", served, command[1])
+    command_text = re.sub(r"\bDIR\b", served, command[1])
     if export.format is ExportFormat.llamacpp and not folder:
         # llama.cpp downloads from a repository's root the file whose prefix is the kind of head.
-        line, told = "", re.sub(r" -md \S+", f" -hfd {repo_id}", told)
+        download_line, command_text = "", re.sub(r" -md \S+", f" -hfd {repo_id}", command_text)
     names = {part for name in _iter_tensor_names(staged) for part in name.split(".")}
     facts = ExportFacts(
         format=export.format.value,
         repo_id=repo_id,
         folder=folder,
         loaders=LOADER_VERSIONS[export.format],
-        commands=line + told,
+        commands=download_line + command_text,
         max_difference=verdict.max_difference,
         scale=verdict.scale,
         target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),

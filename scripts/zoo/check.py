@@ -213,8 +213,8 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
             target = load_target(config, CPU)
         if findings.has_passed("check"):
             _Checks(target, findings).run_columns(heads)
-    kept = {name: value for name, value in asdict(findings).items() if name != "folder"}
-    return {"state": findings.state, **kept}
+    facts = {name: value for name, value in asdict(findings).items() if name != "folder"}
+    return {"state": findings.state, **facts}
 
 
 @dataclass
@@ -356,11 +356,11 @@ class _Checks:
     def _check_texts(self, texts: list[Generation]) -> None:
         stops = StopRules.from_target(self.target)
         wrong = []
-        for prompt, whole, one in zip(self.prompts, self.texts, texts, strict=False):
-            expected = stops.cut_after_end([], whole)
-            if one.token_ids == expected:
+        for prompt, text, generation in zip(self.prompts, self.texts, texts, strict=False):
+            expected = stops.cut_after_end([], text)
+            if generation.token_ids == expected:
                 continue
-            place = count_common_prefix(one.token_ids, expected)
+            place = count_common_prefix(generation.token_ids, expected)
             margin = self._compute_margin(prompt + expected[:place])
             if margin >= TIE:
                 wrong.append(f"from token {place} of {len(expected)}, margin there {margin:.2g}")
@@ -404,14 +404,14 @@ class _Checks:
         decoded = self._decode_texts(drafter)
         self._check_texts(decoded)
         with self.findings.open_column("replay"):
-            told = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
-            self.findings.tau.setdefault(name, round(tau([PromptSteps("all", told)]), 3))
-            if told != decoded[0].steps:
+            replayed = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
+            self.findings.tau.setdefault(name, round(tau([PromptSteps("all", replayed)]), 3))
+            if replayed != decoded[0].steps:
                 lengths = [
-                    [step.num_accepted for step in each] for each in (told, decoded[0].steps)
+                    [step.num_accepted for step in each] for each in (replayed, decoded[0].steps)
                 ]
                 place = count_common_prefix(*lengths)
-                raise Differs(f"{name}, from pass {place} of {len(told)}")
+                raise Differs(f"{name}, from pass {place} of {len(replayed)}")
 
 
 def _train_head(objective: Objective, data: PackedDataset) -> None:
@@ -493,8 +493,8 @@ def format_row(name: str, result: dict[str, Any]) -> str:
             ", ".join(f"{key}={value}" for key, value in settings.items())
             for settings in made["by_hand"].values()
         )
-        shown = by_hand.replace("|", "/")
-        how = f"{made['class']}, {made['layers']}" + (f"; {shown}" if shown else "")
+        settings_text = by_hand.replace("|", "/")
+        how = f"{made['class']}, {made['layers']}" + (f"; {settings_text}" if settings_text else "")
     return f"| {name} | {' | '.join(cells)} | {attention} | {how} |"
 
 

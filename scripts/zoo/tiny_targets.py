@@ -467,15 +467,15 @@ def _shorten_layer_lists(config: Any) -> dict[str, Any]:
         del lists[key]
     if not lists or not isinstance(count, int):
         return {}
-    kept = {value.index(kind) for value in lists.values() for kind in value}
-    others = [place for place in range(count) if place not in kept]
-    kept |= {*others[: max(0, LAYERS - len(kept))]}
-    rows = {key: [value[place] for place in sorted(kept)] for key, value in lists.items()}
-    rows |= {key: list(range(len(kept))) for key in numbered}
+    chosen_layers = {value.index(kind) for value in lists.values() for kind in value}
+    others = [place for place in range(count) if place not in chosen_layers]
+    chosen_layers |= {*others[: max(0, LAYERS - len(chosen_layers))]}
+    rows = {key: [value[place] for place in sorted(chosen_layers)] for key, value in lists.items()}
+    rows |= {key: list(range(len(chosen_layers))) for key in numbered}
     for key, row in rows.items():
         if all(isinstance(entry, int) for entry in row) and key in TINY:
             rows[key] = [min(entry, TINY[key]) for entry in row]
-    return {name: len(kept), **rows}
+    return {name: len(chosen_layers), **rows}
 
 
 def _shrink_rope(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
