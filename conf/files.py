@@ -1,6 +1,7 @@
 """Files and folders: what a path names, writes that lose nothing, locks and checksums."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from filelock import FileLock, Timeout
@@ -187,3 +188,22 @@ def compute_checksum(parts: Iterable[bytes | memoryview]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def load_json(path: Path) -> dict[str, Any] | None:
+    """Load the object in a JSON file; None if there is no such file.
+
+    Raises:
+        InputError: the file is not JSON, or no object.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}; repair the file") from error
+    if not isinstance(content, dict):
+        raise InputError(
+            f"{path}: holds a {type(content).__name__}, not an object; repair the file"
+        )
+    return content

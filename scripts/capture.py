@@ -407,7 +407,7 @@ def open_source(
 
     Args:
         config: settings with the engines.
-        target: complete target, or the parts that engines leave to us.
+        target: complete target, or the parts that engines leave to this process.
         layers: layers to read.
         text: token ids of the data, to test engines with.
 
@@ -509,10 +509,10 @@ def build_stored_tensors(
     """Build the tensors that a store holds of a sequence, on the target's device.
 
     Args:
-        target: has the output head.
+        target: target with an output head.
         contents: contents of the store.
-        states: states by name.
-        tokens: [n], result of `select_token_fields`.
+        states: [n, D] hidden states by name.
+        tokens: [n] fields, result of `select_token_fields`.
     """
     tensors = {}
     for name in contents.state_names:
@@ -543,10 +543,11 @@ def compute_top_k(
     """Compute the target's likeliest tokens, where a loss will ask for them.
 
     Args:
-        target: has the output head.
+        target: target with an output head.
         hidden_states: [n, D], after the final norm.
         k: number of tokens, at most V.
-        asked: [n] bool, on the CPU; elsewhere the teacher gives every token probability 0.
+        asked: [n] bool, on the CPU: tokens where a loss asks. Elsewhere the teacher gives every
+            token probability 0.
 
     Returns:
         [n, k] int32 ids, likeliest first, and [n, k] float16 log-probabilities over all V tokens.

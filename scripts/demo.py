@@ -172,6 +172,8 @@ class LlamacppSpeed:
     """Hold the speed of llama.cpp with a number of draft tokens a step.
 
     Attributes:
+        depth: draft tokens per step; 0 for none.
+        tokens_per_s: tokens per second of decoding.
         tau: tokens per step.
         step: seconds per step.
         break_even_tau: tau at which drafts cost as much as they save.

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch
 
 from conf.errors import InputError
-from conf.files import split_gguf_path
+from conf.files import load_json, split_gguf_path
 from data.embedded import TARGET_PATH, is_embedded
 from eval.parity.parity_check import check_parity
 from heads.draft_head import UNKNOWN
@@ -36,7 +36,6 @@ from heads.gguf_target import load_gguf_target
 from heads.kinds import load_local_head
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
-from scripts.publish.staging import load_json
 
 PORTS = {
     ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,

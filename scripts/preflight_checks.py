@@ -1,10 +1,11 @@
-"""Refuses settings of scripts before heavy imports."""
+"""Refuse settings of scripts before heavy imports."""
 
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
 from conf.errors import InputError
+from conf.files import load_json
 from conf.settings.export import (
     ExportFormat,
     ExportRun,
@@ -19,7 +20,6 @@ from data.rows.data_files import check_data_paths
 from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
 from eval.preflight_checks import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
-from scripts.publish.staging import load_json
 
 
 def is_occupied(out_dir: str) -> bool:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from conf.command.run_record import collect_provenance
 from conf.errors import InputError
-from conf.files import write_atomically
+from conf.files import load_json, write_atomically
 from data.embedded import fill_default_paths
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
@@ -59,7 +59,6 @@ from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab, compute_covered_fraction
-from scripts.publish.staging import load_json
 from train.batch.batch import SUPERVISION, add_supervision, add_target_states
 from train.batch.data_loader import batch_to_device
 from train.loop.evaluation import select_heldout_prompts
@@ -140,9 +139,9 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
     """Refuse sizes above the head's own, and sizes without room for special tokens.
 
     Args:
-        sizes: rising sizes.
+        sizes: numbers of ids, rising.
         vocab: draft vocabulary of the head.
-        special: ids that are always kept if the head has them.
+        special: special ids, which every pruned head keeps.
 
     Raises:
         InputError: a size is not allowed.
@@ -263,9 +262,9 @@ def attach_for_measuring(
     """Attach a head for measuring, and count the bytes that drafting a token reads.
 
     Args:
-        head: gets the target's dtype, and low-rank output heads.
-        target: lends its output head to a head without one.
-        rank: see `heads.layers.fast_linear`; None keeps output heads as they are.
+        head: head that gets the target's dtype, and low-rank output heads.
+        target: target that lends its output head to a head without one.
+        rank: rank of the output heads (`heads.layers.fast_linear`); None keeps them as they are.
 
     Returns:
         Ids, rank, and bytes of weights without embeddings.
@@ -308,7 +307,7 @@ def write_results(
     Args:
         config: settings of the command.
         result: contents of `prune.json`.
-        heads: heads of its rows, with trained weights.
+        heads: pruned heads of these rows, with trained weights.
         trained: training record of the pruned head; empty if none exists.
 
     Raises:

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 
 from conf.errors import InputError
+from conf.files import load_json
 from conf.settings.export import HubLayout
 from data.embedded import is_embedded
 from heads.draft_head import DraftHead
@@ -40,7 +41,6 @@ from scripts.publish.staging import (
     check_export_of_head,
     link_file,
     load_export_folders,
-    load_json,
     scrub_private_data,
     scrub_provenance,
     stage_export,

@@ -365,7 +365,7 @@ class ConversationAnswerer:
             )
         return ids
 
-    def answer_with_states(
+    def iter_answers(
         self, prompts: list[list[int]], seeds: list[int]
     ) -> Iterator[tuple[int, list[int]]]:
         """Answer `batch_size` prompts at a time; when one answer ends, the next prompt starts.
@@ -391,11 +391,11 @@ class ConversationAnswerer:
                 "again (finished rows are kept)"
             ) from error
 
-    def encode_response(self, ids: list[int], dialogue: Dialogue) -> Answer:
+    def parse_answer(self, ids: list[int], dialogue: Dialogue) -> Answer:
         """Split an answer into thinking, text and tool calls.
 
         Args:
-            ids: token ids of an answer from `answer_with_states`.
+            ids: token ids of an answer from `iter_answers`.
             dialogue: the conversation that it answers.
         """
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -425,10 +425,10 @@ def iter_group_outcomes(
     while next_round:
         asked, next_round = next_round, []
         seeds = [dialogue.compute_seed() for dialogue, _ in asked]
-        for number, ids in answerer.answer_with_states([prompt for _, prompt in asked], seeds):
+        for number, ids in answerer.iter_answers([prompt for _, prompt in asked], seeds):
             dialogue, _ = asked[number]
             try:
-                dialogue.add_answer(answerer.encode_response(ids, dialogue))
+                dialogue.add_answer(answerer.parse_answer(ids, dialogue))
             except RowEmpty as error:
                 yield DialogueOutcome(dialogue, error)
             else:

@@ -6,7 +6,11 @@ from typing import Any
 from conf.command.entry import Command
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKERS = ("scripts/bench/peer_steps.py", "scripts/contest/costs.py", "scripts/llamacpp/")
+WORKERS = (
+    "scripts/bench/peer_steps.py",
+    "scripts/contest/costs.py",
+    "scripts/bench/llamacpp_speed.py",
+)
 """Scripts that other scripts start, and no user."""
 DOOR = 'if __name__ == "__main__":\n    COMMAND.parse_command_line()\n'
 

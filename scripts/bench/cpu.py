@@ -72,14 +72,14 @@ DEPTH = 4
 Times = Mapping[str, Mapping[str, Sequence[float]]]
 """Milliseconds by column and part."""
 Run = Callable[[], int]
-"""Runs a part once, and returns its number of steps."""
+"""Function that runs a part once and returns its number of steps."""
 
 
 def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
     """Build every part of the benchmark, by its name.
 
     Args:
-        sizes: `SIZES`, and `dtype`.
+        sizes: keys of `SIZES`, and the name of a `dtype`.
         folder: folder for the output of training.
     """
     options = training.parse_arguments([
@@ -185,8 +185,8 @@ class WorkerProcess:
     """Hold a process that runs parts, and stays open while other processes run theirs.
 
     Args:
-        variables: environment variables to add.
-        sizes: sizes for the process.
+        variables: environment variables to add to those of this process.
+        sizes: keys of `SIZES`, and the name of a `dtype`.
     """
 
     def __init__(self, variables: Mapping[str, str], sizes: Mapping[str, object]) -> None:
@@ -260,10 +260,10 @@ def build_rows(times: Times) -> tuple[list[tuple[str, ...]], float]:
     """Build the rows of the table: part, milliseconds as it is, with AVX2, ratio, in bfloat16.
 
     Args:
-        times: times of all columns of `COLUMNS`.
+        times: milliseconds for all columns of `COLUMNS`.
 
     Returns:
-        The rows, the part that loses most last, and its ratio.
+        The rows, with the largest ratio last, and that ratio.
     """
     medians = [
         {name: statistics.median(repeats) for name, repeats in column.items()}

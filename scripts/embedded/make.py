@@ -27,7 +27,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -30,8 +30,8 @@ class Terms:
 
     Attributes:
         name: id of the repository.
-        private: only some users may see it.
-        gated: users must agree to terms before they download it.
+        private: whether only some users may see the repository.
+        gated: whether users must agree to terms before they download.
         license: SPDX id, or the name of another licence; None if none is named.
     """
 

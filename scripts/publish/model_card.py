@@ -30,11 +30,11 @@ class ExportFacts:
         format: name of the format.
         repo_id: repository of the export.
         folder: folder in that repository; empty for its root.
-        loaders: engine versions whose loaders it was written for.
-        commands: commands that download it, unless the engine does, and serve it.
-        max_difference: difference of its logits from the trained head's, by an independent reader.
-        scale: largest of those logits.
-        target_weights: the target's weights that it contains, in words.
+        loaders: engine versions whose loaders the export was written for.
+        commands: commands that download the export, unless the engine does, and serve it.
+        max_difference: largest difference from the trained head's logits, by an independent reader.
+        scale: largest logit of the trained head.
+        target_weights: names of the target's weights that the export contains.
     """
 
     format: str

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from conf.command.run_record import to_json
 from conf.errors import InputError
+from conf.files import load_json
 from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
@@ -93,8 +94,8 @@ def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
     """Check that an export has the weights of this head.
 
     Args:
-        head: in float32.
-        export: read back as a head.
+        head: trained head, in float32.
+        export: export to read back as a head.
 
     Raises:
         InputError: a tensor differs from the head's, rounded to the export's dtype.
@@ -134,10 +135,10 @@ def verify_staged_export(
     """Check a staged export with the independent reader.
 
     Args:
-        export: the staged export.
-        staged: exactly the files that will be uploaded.
-        repo_id: repository that they go to.
-        folder: folder in it; empty for its root.
+        export: export that was staged.
+        staged: folder with exactly the files that will be uploaded.
+        repo_id: repository of the upload.
+        folder: folder in the repository; empty for its root.
 
     Raises:
         InputError: the export does not compute the trained head.
@@ -218,25 +219,6 @@ def _scrub_text(text: str) -> str:
         if PureWindowsPath(path).drive:
             return f"{key}{equals}{PureWindowsPath(path).name}"
     return LOCAL_PATH.sub(r"\1", text)
-
-
-def load_json(path: Path) -> dict[str, Any] | None:
-    """Load the object in a JSON file; None if there is no such file.
-
-    Raises:
-        InputError: the file is not JSON, or no object.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}; repair the file") from error
-    if not isinstance(content, dict):
-        raise InputError(
-            f"{path}: holds a {type(content).__name__}, not an object; repair the file"
-        )
-    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,9 +75,9 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROMPT_LENGTHS = (40, 53, 61, 70)
 NUM_NEW = 48
 NUM_UPDATES = 16
-"""Three show that training runs, but leave drafts that are never right, which makes replay easy."""
+"""Updates of a head. After three, drafts are never right yet, and replay would prove nothing."""
 RATE = 0.6
-"""Acceptance of drafts that are the text itself with errors."""
+"""Share of right tokens in drafts that are the text itself with errors."""
 TIE = 1e-4
 """Margin between the two likeliest logits below which float32 may choose either."""
 CHAIN = Tree.make_chain(4)
@@ -199,10 +198,10 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
 
     Args:
         folder: folder from `make_tiny_target`.
-        heads: also train and replay some heads.
+        heads: whether to train and replay some heads as well.
 
     Returns:
-        JSON content: `Findings` and their state.
+        Contents of the result file: the fields of `Findings`, and `state`.
     """
     findings = Findings(str(folder))
     config = TargetConfig(path=str(folder))
@@ -226,7 +225,7 @@ class Findings:
         columns: `yes`, `refused: ...`, `differs: ...` or `FAILED: ...` by name; checks that were
             not reached are missing.
         attention: attention of the target, as its config names it.
-        tau: of each head's chain, replayed.
+        tau: tau of the replayed chain, by head.
         traceback: traceback of the first failure.
     """
 

@@ -48,7 +48,7 @@ embeddings, each token predicts itself."""
 DISTINCT, REACH = 8, 0.05
 """Distinct tokens and reach of suitable texts: see `measure_text_quality`."""
 AS_THEY_ARE = {"A_log", "dt_proj", "time_decay", "time_first"}
-"""Decay rates, which must keep their size."""
+"""Parameters that keep their size: decay rates."""
 TIMM = {"gemma3n_vision", "timm_wrapper"}
 
 _NAMES = (
@@ -321,7 +321,7 @@ def make_tiny_target(model_type: str, root: Path) -> Path:
 
     Args:
         model_type: one of `list_model_types`.
-        root: folder with a folder for each.
+        root: folder with a folder for each model type.
     """
     folder = root / model_type
     if not (folder / MADE_FILE).is_file():
@@ -394,7 +394,7 @@ def choose_tiny_sizes(config: Any) -> dict[str, Any]:
     No value grows: a default that is already smaller, 0 or below, or unset stays unchanged.
 
     Args:
-        config: default config.
+        config: default config of a model type, or of a part.
     """
     sizes: dict[str, Any] = {}
     others = 0
@@ -511,7 +511,7 @@ def replace_timm_towers() -> Iterator[list[str]]:
     """Replace towers that only timm could build by an almost empty module, inside the context.
 
     Yields:
-        names of the replaced towers, filled while the context is open.
+        Names of the replaced towers; the list fills while the context is open.
     """
     left_out: list[str] = []
     usual = AutoModel.from_config
@@ -530,7 +530,7 @@ def make_random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
     """Make a model whose greedy text varies and depends on earlier tokens.
 
     Args:
-        kind: class of transformers.
+        kind: model class of transformers.
         config: config of a tiny model.
 
     Returns:
