@@ -28,7 +28,7 @@ SPEEDUP = [
     "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,suffix]",
 ]  # fmt: skip
 PART_OF = {"HEADSMITH_PART_OF": "quickstart"}
-"""Makes stages keep the next command to themselves."""
+"""Environment variable that keeps stages from printing the next command."""
 NUM_ANSWERS = 3
 """Number of answers to show."""
 NEXT = """

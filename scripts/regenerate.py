@@ -348,8 +348,8 @@ class ConversationAnswerer:
         """Render a conversation up to the target's turn, as token ids.
 
         Raises:
-            RowRefused: the template refuses it, it leaves no room for the answer, or the target
-                lacks some of its tokens.
+            RequestRefusedError: the template refuses the conversation, no room is left for the
+                answer, or the target lacks some of the tokens.
         """
         try:
             ids = self.encoder.encode_prompt(
