@@ -180,7 +180,7 @@ def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> C
     )
     sets = {"train": train, "heldout": heldout}
     prompts = select_heldout_prompts(heldout, config.num_replay_prompts)
-    lengths = {name: packed.parse_accepted_lengths for name, packed in sets.items()}
+    lengths = {name: packed.sequence_lengths for name, packed in sets.items()}
     lengths["replay"] = [len(prompt) + evaluation.MAX_REPLAY_TOKENS for prompt in prompts]
     shards = [
         shard

@@ -53,8 +53,8 @@ class EagleHeadConfig:
         llama: sizes, RoPE and norms of the layer; `vocab_size` is the target's.
         target: Hub id or folder of the target.
         target_hidden_size: width of one hidden state of the target.
-        layers: hidden states that the head fuses, as indices of `output_hidden_states`; empty for the
-            default of the attached target.
+        layers: hidden states that the head fuses, as indices of `output_hidden_states`; empty for
+            the default of the attached target.
         own_output_head: whether the head has an output head of its own.
         own_embedding: whether the head has an embedding of its own.
         qk_norm: whether queries and keys are normalised, as in Qwen3.
