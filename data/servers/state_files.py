@@ -55,12 +55,12 @@ FIRST_DELAY_S = 0.5
 connections."""
 CONNECT_S = 30.0
 FREE_FOR_S = 1.0
-"""Seconds for which the free space told by a relay is trusted."""
+"""Seconds for which the free space that a relay reported is trusted."""
 MAX_REASON_BYTES = 500
 """Bytes that are read of a relay's reason for a refusal."""
-SMALL = 1 << 20
+MIN_KEPT_BYTES = 1 << 20
 """Size in bytes below which the pool keeps no block."""
-STEPS = 4
+SIZES_PER_DOUBLING = 4
 """Number of block sizes between two powers of two."""
 Result = TypeVar("Result")
 
@@ -483,9 +483,9 @@ class BufferPool:
 
         Its block returns to the pool once the array and all views of it are gone.
         """
-        if num_bytes < SMALL:
+        if num_bytes < MIN_KEPT_BYTES:
             return np.empty(num_bytes, np.uint8)
-        step = (1 << num_bytes.bit_length() - 1) // STEPS
+        step = (1 << num_bytes.bit_length() - 1) // SIZES_PER_DOUBLING
         size = -(-num_bytes // step) * step
         block = self._take_free_block(size) or self._make_block(size)
         array = np.frombuffer(block, np.uint8, num_bytes)
@@ -494,7 +494,7 @@ class BufferPool:
 
     def _take_free_block(self, size: int) -> mmap.mmap | None:
         for block in [*self._free]:
-            if size <= len(block) <= size + size // STEPS:
+            if size <= len(block) <= size + size // SIZES_PER_DOUBLING:
                 with suppress(ValueError):  # another thread took it first
                     self._free.remove(block)
                     return block

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import torch
 
-from data.servers.state_files import SMALL, BufferPool
+from data.servers.state_files import MIN_KEPT_BYTES, BufferPool
 
 MB = 1 << 20
 
@@ -55,6 +55,6 @@ def test_no_more_is_kept_than_was_in_use() -> None:
 
 def test_a_little_memory_is_not_kept() -> None:
     buffers = BufferPool()
-    assert len(buffers.allocate_bytes(SMALL - 1)) == SMALL - 1
+    assert len(buffers.allocate_bytes(MIN_KEPT_BYTES - 1)) == MIN_KEPT_BYTES - 1
     assert buffers._free == []
     assert len(buffers.allocate_bytes(0)) == 0
