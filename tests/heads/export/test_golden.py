@@ -65,7 +65,7 @@ def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
     assert values["logits"].shape == (DEPTH, ROWS, 96)
     for row in range(ROWS):
         for step, output in enumerate(chained(head, values, row)):
-            drafted = head.make_projection().logits(output)
+            drafted = head.make_projection().compute_logits(output)
             found = values["logits"][step, row]
             torch.testing.assert_close(found[head.vocab.ids], drafted, rtol=0, atol=1e-5)
             if "logsumexp" in values:
@@ -74,7 +74,7 @@ def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
                     values["logsumexp"][step, row], expected, rtol=0, atol=1e-5
                 )
     inside = values["logits"].isfinite().all(0).all(0)
-    assert inside.equal(head.vocab.mask())
+    assert inside.equal(head.vocab.build_mask())
 
 
 def test_medusa_logits_are_those_of_its_heads(target: Target) -> None:
