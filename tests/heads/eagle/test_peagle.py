@@ -69,7 +69,7 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
             observed(drafter, text)
             logits = drafter._compute_logits(Roots.from_ids(text[-1:]))
             assert drafter.cache.prepared_slots.lengths == [place + 1]
-            found = head.logits(outputs[row])
+            found = head.compute_logits(outputs[row])
             torch.testing.assert_close(found, logits[0, step], rtol=1e-4, atol=1e-4)
 
 
@@ -118,7 +118,7 @@ def test_fewer_tokens_draft_at_every_step() -> None:
     # Of 6 in each: (6 - 1) * 0.5, (6 - 2) * 0.3 (not 0.25), (6 - 3) * 0.3 (not 0.125).
     for step, most in ((1, 2), (2, 1), (3, 1)):
         assert set(found[step].tolist()) <= set(found[step - 1].tolist())
-        assert set(found[step].tolist()) <= set(learnt.depths[step + 1].places.tolist()) | {
+        assert set(found[step].tolist()) <= set(learnt.depths[step + 1].output_indices.tolist()) | {
             int(found[step - 1][0])
         }
         for begin in (0, 12):
