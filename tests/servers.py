@@ -334,7 +334,7 @@ def serving(
 
     def log_probs(ids: list[int]) -> list[float]:
         with one_at_a_time:
-            logits = target.logits(target.encode_text(ids).hidden_states[0, :-1])
+            logits = target.compute_logits(target.encode_text(ids).hidden_states[0, :-1])
         return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
     server.states, server.follows, server.log_probs = states, follows, log_probs

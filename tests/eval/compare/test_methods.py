@@ -139,7 +139,7 @@ def test_a_search_for_layers_changes_no_other_draft(
     llama: dict, tmp_path: Path, monkeypatch
 ) -> None:
     found = {"skip": [1], "num_tokens": 2}
-    monkeypatch.setattr("eval.compare.methods._layers_to_skip", lambda *_: found)
+    monkeypatch.setattr("eval.compare.methods._search_layers_to_skip", lambda *_: found)
     result = measured(llama, tmp_path / "o", methods=["early_exit", "skip_layers"])
     rows, settings = result["methods"], result["config"]["self_draft"]
     assert rows["skip_layers"]["tree"]["parents"] == [-1, 0, 1]

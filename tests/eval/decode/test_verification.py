@@ -201,7 +201,7 @@ def raw_bonus(at_leaves: bool) -> Rule:
         raw = logits.take_along_dim(end.unsqueeze(2), 1)[:, 0].softmax(-1)
         inner = torch.isin(end[:, 0], torch.tensor(draft.tree.parents))
         return replace(
-            accepted, bonus=generators.sample(raw).where(inner != at_leaves, accepted.bonus)
+            accepted, bonus=generators.sample_indices(raw).where(inner != at_leaves, accepted.bonus)
         )
 
     return rule
@@ -225,8 +225,8 @@ def p_in_full(layout, tokens, probs, uniforms) -> Tensor:
 
 AT_LEAVES = raw_bonus(at_leaves=True)
 WHEN_REJECTED = raw_bonus(at_leaves=False)
-Q_STAYS = with_part("_normed", lambda weights, otherwise: otherwise)
-NOT_DIVIDED = with_part("_normed", lambda weights, otherwise: weights)
+Q_STAYS = with_part("_normalise_weights", lambda weights, otherwise: otherwise)
+NOT_DIVIDED = with_part("_normalise_weights", lambda weights, otherwise: weights)
 BROKEN: dict[str, tuple[str, Rule, Sampling]] = {
     "p/q for children not sampled": ("ranked", as_if_sampled, PLAIN),
     "p/q for a greedy chain": ("one-hot", as_if_sampled, PLAIN),
@@ -294,7 +294,7 @@ class SampledMedusa:
                 tokens[:, children] = own[:, 0]
         return Draft.from_tree(self.tree, tokens[:, 1:], probs)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         self.generators = self.generators.select_rows(rows)
 
 

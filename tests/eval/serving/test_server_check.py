@@ -14,7 +14,9 @@ TEXT = DraftCounts([7] * 100, 1, 4, [1, 0, 0, 0])
 
 def server(again: list[int], adapters: tuple[str, ...] = ()) -> Any:
     answer = SimpleNamespace(text=again)
-    return SimpleNamespace(answer=lambda *_: answer, model="toy", adapters=[*adapters], depth=4)
+    return SimpleNamespace(
+        request_answer=lambda *_: answer, model="toy", adapters=[*adapters], depth=4
+    )
 
 
 def found(num_others: int, avoids: bool, tolerance: float = 0.0, again: Any = None) -> list[str]:
