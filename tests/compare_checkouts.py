@@ -42,7 +42,7 @@ LIBRARIES = (
 """What commands import of others: loaded once, in the server that each command is a fork of."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(list(LIBRARIES))
-LIMIT_S = 120
+LIMIT_S = 900
 """Seconds after which a command is ended, which counts as its exit status."""
 NUM_SHOWN = 20
 NUM_KEPT = 6
@@ -53,8 +53,10 @@ Record = dict[str, Any]
 # What is not compared, and why. Everything else is.
 
 MASKED_KEYS = re.compile(
-    # Measured times, and what follows from them.
-    r".*(_per_s|waiting|seconds|draft_s|speedup|speedup_ci95)|breakdown|efficiency"
+    # Measured times, and what is computed or chosen by them: the faster baseline, shares of the
+    # time, the chains that eval/calibrate.py cuts where a further token costs more than it gains.
+    r".*(_per_s|_ms|waiting|seconds|draft_s|speedup|speedup_ci95)|breakdown|efficiency|baseline"
+    r"|costs|cut|shorter|threshold"
     # Of this code or its folder: they change with every commit, or with every name of a module.
     r"|git|prepared|argv"
 )
@@ -71,6 +73,8 @@ MASKED_TEXT = (
     # What progress bars wipe.
     (re.compile(r"\n{2,}"), "\n"),
     (re.compile(r"free: [\d.]+ GiB"), "free: MASKED"),
+    # The faster of two baselines.
+    (re.compile(r"Speed-up over (vanilla|generate)\b"), "Speed-up over MASKED"),
     # Lines of source files, as warnings and tracebacks name them.
     (re.compile(r"(\.py)(:|\", line )\d+"), r"\1\2N"),
     (re.compile(r"/tmp/[\w.-]+"), "<tmp>"),
@@ -282,7 +286,8 @@ class Checkout:
             if until and until in text:
                 text = text.partition(until)[0] + until + text.partition(until)[2].split("\n")[0]
             if timed:
-                text = "\n".join(each for each in text.splitlines() if not each.startswith(BOX))
+                lines = [each.strip() for each in text.splitlines() if not each.startswith(BOX)]
+                text = "\n".join(lines)
             found[f"{task}: {name}"] = text
         if "{out}" in line and out.is_dir():
             found |= {f"{task}: {key}": value for key, value in written(out, self.names)}
