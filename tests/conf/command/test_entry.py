@@ -54,7 +54,7 @@ def test_every_entry_puts_the_repository_first_with_the_same_line() -> None:
 
 @pytest.mark.parametrize("entry", [*BENCHES, *PLAIN])
 def test_waiting_threads_sleep_in_scripts_without_settings_too(entry: str) -> None:
-    before, called, behind = (ROOT / entry).read_text().partition("\nrest_while_waiting()\n")
+    before, called, behind = (ROOT / entry).read_text().partition("\nset_passive_wait_policy()\n")
     assert called
     assert "import torch" not in before
     assert "import " in behind
