@@ -104,7 +104,7 @@ def test_a_test_that_the_limit_cut_short_runs_again(
         runner.results.append_row({"stage": name, "begun": "first"})
         return "no end within 9 s"
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "run_command", run)
     runner.run_checks(["kernels"], 1.0)
     assert runner.results.list_tests("kernels") == ({"first"}, set())
     assert runner.results.load_rows()[-1]["code"] == "no end within 9 s"
