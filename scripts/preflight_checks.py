@@ -17,7 +17,6 @@ from conf.settings.export import (
 from conf.settings.scripts import ContestRun, PruneRun, RelayRun
 from conf.settings.target import Quantization
 from data.rows.data_files import check_data_paths
-from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
 from eval.preflight_checks import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
 
@@ -136,6 +135,8 @@ def check_relay(config: RelayRun) -> None:
     Raises:
         InputError: the variable is unset, or its value cannot be sent.
     """
+    from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
+
     if find_relay_token() is None and not is_loopback(config.host):
         raise InputError(
             f"host={config.host}: other machines can reach it, so a token is needed; run export "
