@@ -137,7 +137,7 @@ class Checked(DraftModel):
                 nodes.append([*nodes[parent], token])
         return draft
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         super().select_rows(rows)
         if hasattr(self, "committed"):
             self.committed = [self.committed[row] for row in rows]

@@ -100,7 +100,7 @@ class Rising:
         rows = [[0] * (self.size - row) + [PAD] * row for row in self.rows]
         return Draft.from_tree(Tree.make_chain(self.size), torch.tensor(rows))
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
 
 

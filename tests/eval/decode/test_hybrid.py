@@ -35,7 +35,7 @@ class Forks:
         self.num_drafts += 1
         return Draft.from_tree(FORK, torch.tensor([[30, 31, 32]] * len(roots)))
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         self.num_texts = len(rows)
 
 

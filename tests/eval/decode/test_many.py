@@ -127,10 +127,10 @@ class Watched(NoDraft):
         self.steps.append(self.seeds.copy())
         return super().propose(roots)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         self.seeds = [self.seeds[row] for row in rows]
 
-    def take(self, row: int, other: "Watched") -> None:
+    def insert_row(self, row: int, other: "Watched") -> None:
         self.seeds[row] = other.seeds[0]
 
 
