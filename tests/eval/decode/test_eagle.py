@@ -56,7 +56,7 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
 def log_probs(head: EagleHead, committed: list[int], path: list[int]) -> list[float]:
     """[W] log q after a path of target ids, from a head that reads everything anew."""
     target = head._target[0]
-    features = head.fuse(head.collect_features(target.read_text(committed[:-1], head.taps))[0])
+    features = head.fuse(head.collect_features(target.encode_text(committed[:-1], head.taps))[0])
     length = len(committed) - 1
     text = head.encode_context(features, torch.tensor(committed[1:]), torch.arange(length))
     branches = BranchCache(

@@ -197,4 +197,4 @@ def after(target: Target, ids: list[int], how: Sampling) -> list[float]:
 def test_what_is_skipped_is_back_afterwards(target) -> None:
     before = target.encode_text(PROMPT).hidden_states
     decode(target, SelfDraft(target, list_skipped_layers(target, 1), 2), PROMPT, 8)
-    assert torch.equal(target.read_text(PROMPT).hidden_states, before)
+    assert torch.equal(target.encode_text(PROMPT).hidden_states, before)
