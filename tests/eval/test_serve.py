@@ -75,7 +75,7 @@ def rendered(messages: list[dict]) -> list[int]:
 @contextmanager
 def serving(kind: str, answers: Answers, depth: int = DEPTH) -> Iterator[DraftServer]:
     with DraftServer(kind, depth, answers) as server:
-        server.render_prompt = rendered
+        server.rendered = rendered
         yield server
 
 

@@ -155,9 +155,9 @@ def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
         found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
-        assert texts.replay_shape(shape) == [each.replay_shape for each in found]
+        assert texts.replay_shape(shape) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
-    assert any(step.num_accepted for text in texts.steps(shape) for step in text)
+    assert any(step.num_accepted for text in texts.replay_shape(shape) for step in text)
 
 
 def test_trees_are_drawn_no_deeper_than_a_head_drafts(target) -> None:
@@ -330,15 +330,19 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
         monkeypatch.setattr(tree_search, name, watched)
 
     for name, place in (
-        ("read_texts", 0), ("advise", 0), ("decode_with", 0), ("measured_advice", 1),
+        ("replay_target_texts", 0), ("estimate_advice", 0), ("decode_with_drafters", 0), ("measure_advice", 1),
     ):  # fmt: skip
         watch(name, place)
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
     few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
     assert searched(own, head, tmp_path / "o", **few)["measured_gain"]
     assert not (head / "draft_tree.json").exists()
-    assert seen["read_texts"] == seen["advise"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
-    assert seen["decode_with"] == seen["measured_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+    assert (
+        seen["replay_target_texts"] == seen["estimate_advice"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
+    )
+    assert (
+        seen["decode_with_drafters"] == seen["measure_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+    )
 
 
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:

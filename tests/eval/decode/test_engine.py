@@ -117,7 +117,11 @@ def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
     target, clock, drafter = random_target(), Clock(), NoDraft()
     target.model.generation_config.eos_token_id = None
     for owner, name, seconds in (
-        (target, "run_pending", lambda _, tokens, *__, **___: 100.0 if tokens.shape[1] > 1 else 10.0),
+        (
+            target,
+            "run_pending",
+            lambda _, tokens, *__, **___: 100.0 if tokens.shape[1] > 1 else 10.0,
+        ),
         (target, "new_cache", lambda _: 0.5),
         (drafter, "propose", lambda _: 2.0),
         (drafter, "observe", lambda _: 0.25),

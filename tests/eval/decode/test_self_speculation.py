@@ -28,7 +28,9 @@ class SelfReplay:
     def __init__(self, target: Target, skip: tuple[int, ...]) -> None:
         self.target, self.skip = target, skip
 
-    def compute_candidates(self, output, token_ids, first: int, depth: int, width: int) -> torch.Tensor:
+    def compute_candidates(
+        self, output, token_ids, first: int, depth: int, width: int
+    ) -> torch.Tensor:
         return ReplayText(self.target, token_ids, first + 1).draft_all_places(self.skip, depth)
 
 
