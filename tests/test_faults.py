@@ -147,12 +147,12 @@ def test_a_folder_is_written_again_where_the_file_system_failed_once(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("conf.files.time.sleep", lambda _: None)
-    monkeypatch.setattr(storage, "save_file", Flaky(number, 2))
+    monkeypatch.setattr("safetensors.torch.save_file", Flaky(number, 2))
     tensors = {"x": torch.arange(3)}
     storage.write_head_folder(tmp_path / "head", "w.safetensors", tensors, {"config.json": {}})
     assert load_file(tmp_path / "head/w.safetensors")["x"].tolist() == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
-    monkeypatch.setattr(storage, "save_file", Flaky(number, 9))
+    monkeypatch.setattr("safetensors.torch.save_file", Flaky(number, 9))
     with pytest.raises(InputError, match=r"head: cannot be written: .*content is untouched"):
         storage.write_head_folder(tmp_path / "head", "w.safetensors", tensors, {"config.json": {}})
     assert load_file(tmp_path / "head/w.safetensors")["x"].tolist() == [0, 1, 2]

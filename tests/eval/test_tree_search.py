@@ -330,8 +330,11 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
         monkeypatch.setattr(tree_search, name, watched)
 
     for name, place in (
-        ("replay_target_texts", 0), ("estimate_advice", 0), ("decode_with_drafters", 0), ("measure_advice", 1),
-    ):  # fmt: skip
+        ("replay_target_texts", 0),
+        ("estimate_advice", 0),
+        ("decode_with_drafters", 0),
+        ("measure_advice", 1),
+    ):
         watch(name, place)
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
     few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}

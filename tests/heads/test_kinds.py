@@ -98,7 +98,7 @@ def test_bytes_that_a_draft_reads_are_of_all_that_is_multiplied(target: Target) 
     """DSpark: both factors of its logits by tokens are of 8; the first is only looked up."""
     borrowed = head_of(target, "dspark", own_output_head=False, draft_vocab_size=None)
     whole, own = (
-        prune.attach(each, target, None)["weight_bytes"]
+        prune.attach_for_measuring(each, target, None)["weight_bytes"]
         for each in (borrowed, head_of(target, "dspark"))
     )
     assert whole is not None
@@ -108,7 +108,7 @@ def test_bytes_that_a_draft_reads_are_of_all_that_is_multiplied(target: Target) 
     matrices = dict(borrowed.named_parameters()).items()
     read = sum(each.numel() for name, each in matrices if name not in beside)
     assert whole == 4 * (read + 96 * 64)
-    low = prune.attach(borrowed, target, 4)["weight_bytes"]
+    low = prune.attach_for_measuring(borrowed, target, 4)["weight_bytes"]
     assert low is not None
     # 96 rows and 64 columns per direction, and 32 exact rows of 64.
     assert whole - low == 4 * (96 * 64 - 4 * (96 + 64) - 32 * 64)

@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_the_old_head(saved, monkeypatch) -> None:
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("heads.folders.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(InputError, match=r"cannot be written: .*No space left"):
         head.save(folder)
     assert (folder / MEDUSA_WEIGHTS).read_bytes() == before

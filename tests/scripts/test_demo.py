@@ -166,7 +166,7 @@ def test_steps_are_counted_and_seconds_are_medians(monkeypatch: pytest.MonkeyPat
 
     passes = [answers(100, 90), answers(500, 50), answers(120, 40)]
     expected = {"depth": 2, "num_tokens": 15, "num_steps": 11, "seconds": 0.17}
-    assert speed.counted(2, passes) == expected
+    assert speed.summarise_passes(2, passes) == expected
 
 
 def test_a_row_of_figures() -> None:

@@ -37,12 +37,8 @@ class ToyDrafter(HeadDrafter):
 
 class ToyHead(DraftHead):
     config_type, variants = ToyConfig, {"toy": Variant("Toy heads", HeadRef)}
-    phrase, has_static_tree, taps, output_head_patterns = (
-        "a toy head",
-        True,
-        FeatureLayers(),
-        (r"out\.weight",),
-    )
+    name_with_article, has_static_tree, taps = "a toy head", True, FeatureLayers()
+    output_head_patterns = (r"out\.weight",)
 
     def __init__(self, config, vocab) -> None:
         super().__init__(config, vocab)
