@@ -36,9 +36,8 @@ class ToyDrafter(HeadDrafter):
 
 
 class ToyHead(DraftHead):
-    config_type, variants = ToyConfig, {"toy": Variant("Toy heads", HeadRef)}
-    name_with_article, has_static_tree, taps = "a toy head", True, FeatureLayers()
-    output_head_patterns = (r"out\.weight",)
+    config_type, variants, taps = ToyConfig, {"toy": Variant("Toy heads", HeadRef)}, FeatureLayers()
+    name_with_article, has_static_tree, output_head_patterns = "a toy head", True, ("out.weight",)
 
     def __init__(self, config, vocab) -> None:
         super().__init__(config, vocab)
@@ -51,8 +50,8 @@ class ToyHead(DraftHead):
         return head.attach(target)
 
     def compute_candidates(self, output, token_ids, first, depth, width):
-        logits = self.out(output.hidden_states[0, first:])
-        return self.vocab.to_target_ids(logits.topk(width).indices)[None]
+        best = self.out(output.hidden_states[0, first:]).topk(width).indices
+        return self.vocab.to_target_ids(best)[None]
 
     def make_drafter(self, shape, sampling, seeds, calibration=None) -> ToyDrafter:
         return ToyDrafter(self, shape, calibration)
