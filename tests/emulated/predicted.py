@@ -109,7 +109,7 @@ class Whole:
         cls.meter = meter
         yield
 
-    def launch(self) -> Any:
+    def launch_graph(self) -> Any:
         """All at once."""
         before = self.meter.num_launches
         output = self.call()

@@ -14,7 +14,7 @@ from conf.settings.target import TargetConfig
 from eval import speedup
 from eval.measure import measurement as bench
 from heads.target_model.load import load_target
-from train.loop import command
+from train.loop import sources
 from train.objective import Objective
 
 __all__ = ["inputs", "short"]
@@ -42,7 +42,7 @@ def test_training_goes_on_without_and_says_what_is_missing(
 def test_who_asks_for_it_is_refused_before_anything_is_loaded(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (command, bench):
+    for module in (sources, bench):
         monkeypatch.setattr(module, "load_target", lambda *_: pytest.fail("loaded"))
     forget()
     with pytest.raises(InputError, match=r"^train\.compile=true: torch\.compile lacks a C comp"):
