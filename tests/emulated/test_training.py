@@ -130,7 +130,7 @@ def test_states_of_two_micro_batches_are_on_the_device(
     def noted(objective: Objective, batch: Batch) -> Batch:
         found = prepare(objective, batch)
         # Autograd's threads let go of a batch a moment after the backward pass has returned.
-        for _ in range(50):
+        for _ in range(500):
             live[:] = [each for each in live if each() is not None]
             if len(live) > 1:
                 time.sleep(0.01)
