@@ -64,6 +64,8 @@ MASKED_KEYS = re.compile(
 MASKED_TEXT = (
     # Progress bars, which tell times.
     (re.compile(r"^.*\d(?:%\|| ?\w+ \[\d\d:\d\d).*$\n?", re.M), ""),
+    # Two commands that want the same data at once: one waits, by chance.
+    (re.compile(r"^waiting for process .*$\n?", re.M), ""),
     # The cache of prepared data is keyed by the code's checksum; preparing takes time.
     (re.compile(r"^ *prepared: .*$", re.M), "prepared: MASKED"),
     (
