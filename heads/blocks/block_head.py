@@ -121,8 +121,49 @@ class BlockHead(BlockNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """Compute reference logits slot by slot, in float32 on the CPU."""
-        return compute_reference_logits(self, target, states, token_ids, places)
+        """Compute logits whose row t of slot d drafts in a block after token t.
+
+        Token t + 1 is known. These are an engine's logits while every draft token is accepted, so
+        tokens before a slot are the text's own. Arguments as in
+        `DraftHead.compute_reference_logits`.
+
+        Raises:
+            InputError: the target's output head is quantised or has a bias.
+        """
+        num_rows, mask = len(places), self.config.mask_token_id
+        token_ids_and_mask = torch.cat([token_ids, torch.tensor([mask])])
+        cpu_head = _copy_to_cpu(self, _select_embeddings(self, target, token_ids_and_mask))
+        output = TargetOutput(states[-1], dict(enumerate(states)))
+        context = cpu_head.encode_context(cpu_head.collect_features(output), places)
+        ends = torch.arange(1, num_rows + 1)
+        nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
+        block_range = cpu_head.make_block_range(nothing, ends, depth, (nothing, ends))
+        outputs = cpu_head.draft(ends, places + 1, context, block_range)
+        rows = None if self.lm_head is not None else copy_output_rows(target, self.dtype)
+        beside = {
+            "token_embeddings": _select_embeddings(self, target, token_ids[1:], of_target=True)
+        }
+        beside["mask_token_id"] = torch.tensor([mask])
+        beside["mask_embedding"] = _select_embeddings(
+            self, target, torch.tensor([mask]), of_target=True
+        )
+        slot_logits, state = [], None
+        for slot in range(depth):
+            slot_outputs = outputs[:, slot]
+            base = (
+                cpu_head.compute_logits(slot_outputs)
+                if rows is None
+                else cpu_head.scale_logits(project_in_float32(slot_outputs, rows))
+            )
+            previous_ids = token_ids[1 + slot : 1 + slot + num_rows]
+            logits, state = cpu_head.compute_slot_logits(base, slot_outputs, previous_ids, state)
+            slot_logits.append(logits)
+        draft_logits = torch.stack(slot_logits)
+        logits = torch.full((*draft_logits.shape[:2], self.vocab.size), float("-inf"))
+        logits[..., self.vocab.ids.cpu()] = draft_logits
+        if rows is None:
+            beside["logsumexp"] = draft_logits.logsumexp(-1)
+        return ReferenceLogits(logits, beside, rows)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
@@ -152,55 +193,6 @@ class BlockHead(BlockNetwork):
             vllm_problem=f"vLLM {problem}." if problem else "",
             copied=copied,
         )
-
-
-def compute_reference_logits(
-    head: BlockNetwork,
-    target: Target,
-    states: list[Tensor],
-    token_ids: Tensor,
-    position_ids: Tensor,
-) -> ReferenceLogits:
-    """Compute logits whose row t of slot d drafts in a block after token t, from known token t + 1.
-
-    These are an engine's logits while every draft token is accepted, so tokens before a slot are
-    the text's own. Arguments as in `DraftHead.compute_reference_logits`.
-
-    Raises:
-        InputError: the target's output head is quantised or has a bias.
-    """
-    num_rows, mask = len(position_ids), head.config.mask_token_id
-    token_ids_and_mask = torch.cat([token_ids, torch.tensor([mask])])
-    cpu_head = _copy_to_cpu(head, _select_embeddings(head, target, token_ids_and_mask))
-    output = TargetOutput(states[-1], dict(enumerate(states)))
-    context = cpu_head.encode_context(cpu_head.collect_features(output), position_ids)
-    ends = torch.arange(1, num_rows + 1)
-    nothing, depth = torch.zeros_like(ends), len(token_ids) - num_rows - 1
-    block_range = cpu_head.make_block_range(nothing, ends, depth, (nothing, ends))
-    outputs = cpu_head.draft(ends, position_ids + 1, context, block_range)
-    rows = None if head.lm_head is not None else copy_output_rows(target, head.dtype)
-    beside = {"token_embeddings": _select_embeddings(head, target, token_ids[1:], of_target=True)}
-    beside["mask_token_id"] = torch.tensor([mask])
-    beside["mask_embedding"] = _select_embeddings(
-        head, target, torch.tensor([mask]), of_target=True
-    )
-    slot_logits, state = [], None
-    for slot in range(depth):
-        slot_outputs = outputs[:, slot]
-        base = (
-            cpu_head.compute_logits(slot_outputs)
-            if rows is None
-            else cpu_head.scale_logits(project_in_float32(slot_outputs, rows))
-        )
-        previous_ids = token_ids[1 + slot : 1 + slot + num_rows]
-        logits, state = cpu_head.compute_slot_logits(base, slot_outputs, previous_ids, state)
-        slot_logits.append(logits)
-    draft_logits = torch.stack(slot_logits)
-    logits = torch.full((*draft_logits.shape[:2], head.vocab.size), float("-inf"))
-    logits[..., head.vocab.ids.cpu()] = draft_logits
-    if rows is None:
-        beside["logsumexp"] = draft_logits.logsumexp(-1)
-    return ReferenceLogits(logits, beside, rows)
 
 
 def _select_embeddings(

@@ -161,8 +161,17 @@ class EagleHead(EagleNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """Compute reference logits depth by depth, in float32 on the CPU."""
-        return compute_reference_logits(self, target, states, token_ids, places)
+        """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
+
+        These are an engine's logits while every draft token is accepted. Arguments as in
+        `DraftHead.compute_reference_logits`.
+        """
+        embeddings = select_embedding_rows(target.embedding.weight, token_ids, self.dtype)
+        own_embeddings = embeddings
+        if self.embed_tokens is not None:
+            own_embeddings = select_embedding_rows(self.embed_tokens.weight, token_ids, self.dtype)
+        outputs = _compute_unrolled_outputs(copy_to_cpu(self, own_embeddings), states, places)
+        return project_reference_logits(self, target, outputs, {"token_embeddings": embeddings[1:]})
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
@@ -218,22 +227,6 @@ class EagleHead(EagleNetwork):
         if self.embed_tokens is not None:
             copied.append("its token embedding")
         return copied
-
-
-def compute_reference_logits(
-    head: EagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> ReferenceLogits:
-    """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
-
-    These are an engine's logits while every draft token is accepted. Arguments as in
-    `DraftHead.compute_reference_logits`.
-    """
-    embeddings = select_embedding_rows(target.embedding.weight, token_ids, head.dtype)
-    own_embeddings = embeddings
-    if head.embed_tokens is not None:
-        own_embeddings = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
-    outputs = _compute_unrolled_outputs(copy_to_cpu(head, own_embeddings), states, places)
-    return project_reference_logits(head, target, outputs, {"token_embeddings": embeddings[1:]})
 
 
 def _compute_unrolled_outputs(

@@ -413,8 +413,27 @@ class PEagleHead(PEagleNetwork, EagleHead):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """Compute reference logits row by row, in float32 on the CPU."""
-        return compute_reference_logits(self, target, states, token_ids, places)
+        """Compute logits whose row t at depth j is the j-th row after token t.
+
+        That row sees the text up to t. Arguments as in `DraftHead.compute_reference_logits`.
+        """
+        mask = torch.tensor([self.config.mask_token_id])
+        token_ids_and_mask = torch.cat([token_ids, mask])
+        embeddings = select_embedding_rows(target.embedding.weight, token_ids_and_mask, self.dtype)
+        own_embeddings = embeddings
+        if self.embed_tokens is not None:
+            own_embeddings = select_embedding_rows(
+                self.embed_tokens.weight, token_ids_and_mask, self.dtype
+            )
+        copy = copy_to_cpu(self, own_embeddings)
+        copy.config = replace(copy.config, mask_token_id=len(own_embeddings) - 1)
+        outputs = _compute_row_outputs(copy, states, places, len(token_ids) - len(places) - 1)
+        beside = {
+            "token_embeddings": embeddings[1:-1],
+            "mask_token_id": mask,
+            "mask_embedding": embeddings[-1:],
+        }
+        return project_reference_logits(self, target, outputs, beside)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
@@ -519,32 +538,6 @@ def _parse_num_draft_tokens(checkpoint: EagleCheckpoint) -> int:
     methods = checkpoint.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
     trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
     return int(checkpoint.settings.get("num_depths", trained))
-
-
-def compute_reference_logits(
-    head: PEagleNetwork, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-) -> ReferenceLogits:
-    """Compute logits whose row t at depth j is the j-th row after token t.
-
-    That row sees the text up to t. Arguments as in `DraftHead.compute_reference_logits`.
-    """
-    mask = torch.tensor([head.config.mask_token_id])
-    token_ids_and_mask = torch.cat([token_ids, mask])
-    embeddings = select_embedding_rows(target.embedding.weight, token_ids_and_mask, head.dtype)
-    own_embeddings = embeddings
-    if head.embed_tokens is not None:
-        own_embeddings = select_embedding_rows(
-            head.embed_tokens.weight, token_ids_and_mask, head.dtype
-        )
-    copy = copy_to_cpu(head, own_embeddings)
-    copy.config = replace(copy.config, mask_token_id=len(own_embeddings) - 1)
-    outputs = _compute_row_outputs(copy, states, places, len(token_ids) - len(places) - 1)
-    beside = {
-        "token_embeddings": embeddings[1:-1],
-        "mask_token_id": mask,
-        "mask_embedding": embeddings[-1:],
-    }
-    return project_reference_logits(head, target, outputs, beside)
 
 
 def _compute_row_outputs(
