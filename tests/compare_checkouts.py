@@ -80,6 +80,9 @@ MASKED_TEXT = (
     # Lines of source files, as warnings and tracebacks name them.
     (re.compile(r"(\.py)(:|\", line )\d+"), r"\1\2N"),
     (re.compile(r"/tmp/[\w.-]+"), "<tmp>"),
+    # The checkout's commit, and a file that holds times.
+    (re.compile(r"\b[0-9a-f]{40}\b"), "<commit>"),
+    (re.compile(r"(headsmith\.json) \([\d,]+ bytes\)"), r"\1 (MASKED bytes)"),
 )
 """In everything that is printed, and in texts of files."""
 COMMANDS = (
@@ -111,7 +114,7 @@ def masked(text: str, names: Mapping[str, str]) -> str:
         names: folders, and what stands for them.
     """
     lines = [line.rpartition("\r")[2].rstrip() for line in ESCAPES.sub("", text).split("\n")]
-    text = "\n".join(lines)
+    text = re.sub(r"/[^\s'\"]+/site-packages/", "<packages>/", "\n".join(lines))
     for folder, name in names.items():
         if name == "<repo>":  # where a file lies in a checkout may change, its name does not
             text = re.sub(rf"{re.escape(folder)}(?:/[\w.-]+)*/([\w.-]+)", r"<repo>/\1", text)
