@@ -245,7 +245,7 @@ class Watched:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps = drafter, drafter.taps
-        self.observe, self.keep = drafter.observe, drafter.select_rows
+        self.observe, self.select_rows = drafter.observe, drafter.select_rows
         self.chances: list[Tensor] = []
 
     def propose(self, roots: Roots) -> Draft:
