@@ -146,7 +146,7 @@ class Recorded:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.taps = drafter, drafter.taps
-        self.observe, self.keep = drafter.observe, drafter.select_rows
+        self.observe, self.select_rows = drafter.observe, drafter.select_rows
         self.sizes: list[int] = []
 
     def propose(self, roots: Roots) -> Draft:
