@@ -8,11 +8,13 @@ Source: LoRA, arXiv 2106.09685.
 
 import json
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
@@ -21,6 +23,7 @@ from conf.errors import InputError
 from conf.files import find_local_path
 from conf.settings.medusa import AdapterConfig
 from heads.folders import PROVENANCE, write_folder
+from heads.target_model.architecture import count_layers, find_hidden_size
 from heads.target_model.decoder import MODEL_ERRORS, find_decoder
 from heads.target_model.model import Target
 from heads.target_model.weight_files import load_tensor_table
@@ -131,11 +134,12 @@ def apply_adapter(model: Any, adapter: str) -> Any:
         changes_weights_only = not config.is_prompt_learning and not _is_activated(config)
         if changes_weights_only:
             _check_keys(adapted, adapter)
-            expected = _compute_probe_logits(adapted, model)
-            _fold_embedding_and_head(adapted.get_base_model())
-            changes_weights_only = _is_close(
-                expected, _compute_probe_logits(adapted.get_base_model(), model)
-            )
+            base = adapted.get_base_model()
+            with _widen_to_float32(base) as rounding:
+                expected = _compute_probe_logits(adapted, base)
+                _fold_embedding_and_head(base)
+                folded = _compute_probe_logits(base, base)
+            changes_weights_only = _is_close(expected, folded, rounding)
     except InputError:
         raise
     except (OSError, ImportError, *MODEL_ERRORS) as error:
@@ -155,14 +159,18 @@ def merge_into_weights(adapted: Any, adapter: str) -> Any:
     Raises:
         InputError: the adapter cannot become weights.
     """
-    expected = _compute_probe_logits(adapted, adapted.get_base_model())
-    try:
-        model = adapted.merge_and_unload(safe_merge=True)
-    except MODEL_ERRORS as error:
-        raise InputError(
-            f"target.adapter={adapter}: cannot be merged into weights: {error}; name a LoRA adapter"
-        ) from error
-    if not _is_close(expected, _compute_probe_logits(model, model)):
+    base = adapted.get_base_model()
+    with _widen_to_float32(base) as rounding:
+        expected = _compute_probe_logits(adapted, base)
+        try:
+            model = adapted.merge_and_unload(safe_merge=True)
+        except MODEL_ERRORS as error:
+            raise InputError(
+                f"target.adapter={adapter}: cannot be merged into weights: {error}; name a LoRA "
+                "adapter"
+            ) from error
+        merged = _compute_probe_logits(model, model)
+    if not _is_close(expected, merged, rounding):
         raise InputError(
             f"target.adapter={adapter}: the merged model would give other logits, as "
             f"{_format_method(adapted)} is no change of its weights; name a LoRA adapter"
@@ -211,10 +219,65 @@ def _compute_probe_logits(model: Any, whole: Any) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits.float()
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+@contextmanager
+def _widen_to_float32(model: Any) -> Iterator[float]:
+    """Keep 16-bit weights of a transformers model in float32 inside this context.
+
+    Adapters merged meanwhile are rounded once, at the end. Quantised models, and models without
+    room for the copies, stay as they are.
+
+    Yields:
+        The rounding error of logits, as a share of their norm.
+    """
+    before = _find_floats(model)
+    narrow = [tensor for tensor in before if tensor.element_size() == 2]
+    own_dtype, config = model.dtype, model.config
+    is_wide = not getattr(model, "is_quantized", False) and _has_room(narrow)
+    dtypes = {id(tensor): tensor.dtype for tensor in before}
+    # A layer rounds about 16 results, one after another. Errors of either sign add up as their
+    # square root does, so L layers multiply the error of one result by 4 sqrt(L). This error is eps
+    # of the dtype, 2**-7 in bfloat16. In float32 a sum over H terms rounds H times, so the error
+    # is sqrt(H) eps.
+    one = torch.finfo(torch.bfloat16).eps
+    if is_wide:
+        one = find_hidden_size(config) ** 0.5 * torch.finfo(torch.float32).eps
+        for tensor in narrow:
+            tensor.data = tensor.data.float()
+    try:
+        yield 4 * count_layers(config) ** 0.5 * one
+    finally:
+        for tensor in _find_floats(model) if is_wide and narrow else ():
+            tensor.data = tensor.data.to(dtypes.get(id(tensor), own_dtype))
+
+
+def _find_floats(model: Any) -> list[Tensor]:
+    both = (*model.parameters(), *model.buffers())
+    return [tensor for tensor in both if tensor.is_floating_point()]
+
+
+def _has_room(narrow: list[Tensor]) -> bool:
+    """Tell whether 16-bit tensors have room to become float32, each on its device."""
+    growth = Counter[torch.device]()
+    for tensor in narrow:
+        growth[tensor.device] += tensor.nbytes
+    free = {
+        device: torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+        for device in growth
+    }
+    return all(device.type != "meta" and growth[device] < free[device] for device in growth)
+
+
+def _is_close(one: Tensor, other: Tensor, rounding: float) -> bool:
+    """Tell whether logits [1, P, V] after most of P tokens differ by no more than rounding.
+
+    A router may send single tokens elsewhere for a tiny difference.
+    """
     if one.shape != other.shape:
         return False
-    return float((one - other).abs().max()) <= 0.01 * float(one.abs().max())
+    differences, norms = (one - other).norm(dim=-1), one.norm(dim=-1)
+    return float((differences <= rounding * norms).float().mean()) > 0.5
 
 
 def _fold_embedding_and_head(model: Any) -> None:

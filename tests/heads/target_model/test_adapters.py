@@ -4,9 +4,11 @@ The target says what the adapted model says, or refuses; its layers may be run a
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from conf.errors import InputError
 from conf.settings.export import MergeAdapterRun
 from conf.settings.medusa import AdapterConfig, MedusaConfig
-from conf.settings.target import TargetConfig
+from conf.settings.target import Dtype, TargetConfig
 from heads.layers.documents import Documents
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import Adapter
@@ -117,6 +119,74 @@ def test_what_is_no_change_of_weights_is_refused_by_name(tmp_path: Path, kind: s
     with pytest.raises(InputError, match=said):
         merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
     assert not (tmp_path / "merged").exists()
+
+
+def narrow_pair(folder: Path, seed: int, modules: Any) -> TargetConfig:
+    """A bfloat16 target of eight layers and a LoRA of it, both saved, with a small effect."""
+    model = AutoModelForCausalLM.from_pretrained(
+        save_target(folder / "target", num_hidden_layers=8), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder / "target")
+    lora = get_peft_model(model, LoraConfig(r=8, target_modules=modules))
+    torch.manual_seed(seed)
+    for name, factor in lora.named_parameters():
+        if "lora_" in name:
+            factor.data.add_(0.03 * torch.randn_like(factor))
+    lora.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+    return TargetConfig(
+        path=str(folder / "target"), adapter=str(folder / "adapter"), dtype=Dtype.bfloat16
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bfloat16_model_is_merged_in_float32_and_rounded_once(tmp_path: Path, seed: int) -> None:
+    config = narrow_pair(tmp_path, seed, "all-linear")
+    merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    before = load_file(tmp_path / "target/model.safetensors")
+    factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    for name, weight in before.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        expected = weight
+        if f"{key}A.weight" in factors:
+            product = factors[f"{key}B.weight"] @ factors[f"{key}A.weight"]
+            expected = (weight.float() + product).bfloat16()  # alpha / rank is 1
+            assert not expected.equal(weight)
+        assert merged[name].dtype is torch.bfloat16 and merged[name].equal(expected), name
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_of_an_embedding_is_no_change_beyond_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, room: bool
+) -> None:
+    config = narrow_pair(tmp_path, seed, ["q_proj", "embed_tokens"])
+    if not room:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    target = load_target(config, CPU)
+    assert {p.dtype for n, p in target.model.named_parameters() if "lora" not in n} == {
+        torch.bfloat16
+    }
+    merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
+
+
+def test_an_adapter_that_is_not_applied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its effect is smaller than the rounding of bfloat16."""
+    config = narrow_pair(tmp_path, 0, ["q_proj", "embed_tokens"])
+    merge = MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged"))
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            peft.tuners.lora.LoraModel, "merge_and_unload", lambda self, **_: self.unload()
+        )
+        with pytest.raises(InputError, match="the merged model would give other logits, as LORA"):
+            merge_adapter.main(merge)
+    monkeypatch.setattr(
+        peft.tuners.lora.Embedding, "get_delta_weight", lambda self, _: self.weight * 0
+    )
+    with pytest.raises(InputError, match="LORA changes more than a model's weights"):
+        load_target(config, CPU)
 
 
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
