@@ -117,6 +117,8 @@ class Adapter(nn.Module):
 def apply_adapter(model: Any, adapter: str) -> Any:
     """Make the peft model of a target and a saved adapter; changes the model in place.
 
+    Prints a line if the adapter names another base model.
+
     Raises:
         InputError: the adapter is missing, does not fit, or changes more than weights.
     """
@@ -131,6 +133,7 @@ def apply_adapter(model: Any, adapter: str) -> Any:
         _add_token_rows(model, shapes, adapter)
         adapted = PeftModel.from_pretrained(model, adapter).eval()
         config = adapted.active_peft_config
+        _warn_of_other_base(config.base_model_name_or_path, model.name_or_path, adapter)
         changes_weights_only = not config.is_prompt_learning and not _is_activated(config)
         if changes_weights_only:
             _check_keys(adapted, adapter)
@@ -151,6 +154,19 @@ def apply_adapter(model: Any, adapter: str) -> Any:
             "LoRA"
         )
     return adapted
+
+
+def _warn_of_other_base(base: str | None, target: str, adapter: str) -> None:
+    """Print a line if an adapter's base model and the target are different folders or names."""
+    # A folder of another machine, and a Hub id, are known by their last part.
+    is_here = bool(base) and Path(str(base)).is_dir()
+    names = [Path(each).resolve() if is_here else Path(each).name for each in (base or "", target)]
+    if base and names[0] != names[1]:
+        print(  # noqa: T201
+            f"target.adapter={adapter}: its adapter_config.json names the base model {base}, but "
+            f"the target is {target}. If these are different models, set target.path={base}",
+            file=sys.stderr,
+        )
 
 
 def merge_into_weights(adapted: Any, adapter: str) -> Any:

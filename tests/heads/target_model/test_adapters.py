@@ -3,6 +3,7 @@
 The target says what the adapted model says, or refuses; its layers may be run again for gradients.
 """
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,41 @@ def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.Capture
         "without a place in the language model: vision.blocks.0.q_proj.lora_A.weight\n"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("base", "is_said"),
+    [
+        ("other", True),
+        ("elsewhere/target", True),
+        ("me/another-model", True),
+        ("/on/another/machine/target", False),
+        ("me/target", False),
+        ("target", False),
+        ("./elsewhere/../target", False),
+        (None, False),
+    ],
+)
+def test_the_base_model_of_an_adapter_is_said_if_the_target_is_another(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    base: str | None,
+    is_said: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    for name in ("other", "elsewhere/target"):
+        (tmp_path / name).mkdir(parents=True)
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    load_target(config, CPU)
+    said = (
+        f"target.adapter={config.adapter}: its adapter_config.json names the base model {base}, "
+        f"but the target is {config.path}. If these are different models, set target.path={base}\n"
+    )
+    assert (said in capsys.readouterr().err) is is_said
 
 
 @pytest.mark.parametrize(
