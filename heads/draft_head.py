@@ -29,7 +29,13 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, make_default_tree, make_dynamic_shape
-from heads.folders import PROVENANCE, format_size_mismatch, load_tensors, write_head_folder
+from heads.folders import (
+    PROVENANCE,
+    find_weight_files,
+    format_size_mismatch,
+    load_tensors,
+    write_head_folder,
+)
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
@@ -206,14 +212,16 @@ class DraftHead(nn.Module, ABC):
         Raises:
             InputError: files are missing, corrupt or foreign, or `layers` does not apply.
         """
-        del path, layers
+        del layers
         settings = json.loads((folder / "config.json").read_text())
         if settings.get("architectures") != [cls.__name__]:
             return None
         config = cls.config_type(
             **{each.name: settings[each.name] for each in fields(cls.config_type)}
         )
-        tensors, vocab = load_tensors(folder / WEIGHTS), DraftVocab.make_full(config.vocab_size)
+        files = find_weight_files(f"head.path={path}", folder) or [folder / WEIGHTS]
+        tensors = {name: each for file in files for name, each in load_tensors(file).items()}
+        vocab = DraftVocab.make_full(config.vocab_size)
         if "d2t" in tensors:
             vocab = DraftVocab.from_offsets(tensors.pop("d2t"), vocab.size, tensors.pop("t2d"))
         head = cls(config, vocab)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from conf.errors import InputError
 from conf.files import find_local_path, retry_io, split_gguf_path
@@ -29,6 +29,7 @@ PROVENANCE = "headsmith.json"
 """File beside a head that records how it was made."""
 SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
+SHARD = re.compile(r"(?P<start>.+-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 GGUF = ".gguf"
 
 
@@ -183,17 +184,87 @@ def _find_connection_error(url: str) -> OSError | None:
 def _check_weights(what: str, folder: Path) -> None:
     if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
         raise InputError(f"{what}: no weights there; must have {' or '.join(WEIGHTS)}")
-    for index in folder.glob("*.index.json"):
+    for name in ("model", "adapter_model"):
+        find_weight_files(what, folder, name)
+
+
+def find_weight_files(what: str, folder: Path, name: str = "model") -> list[Path]:
+    """Find the safetensors files that hold the weights of a model, a head or an adapter.
+
+    A single file of all weights precedes shards, as in transformers. Shards are those of the index,
+    or else those that the number in their names promises. Other files are not read.
+
+    Args:
+        what: start of the message: setting and path.
+        folder: local folder.
+        name: start of the files' names: `model` or `adapter_model`.
+
+    Returns:
+        The files, sorted; empty if there is neither a file nor an index of that name.
+
+    Raises:
+        InputError: a file or a tensor that the index names is missing, or a file is damaged.
+    """
+    single, index = folder / f"{name}.safetensors", folder / f"{name}.safetensors.index.json"
+    tensors: dict[str, str] = {}
+    names = {file.name for file in folder.glob(f"{name}-*.safetensors")}
+    if index.is_file():
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            tensors = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = set(tensors.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{what}: cannot read {index}: {error!r}") from error
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            raise InputError(
-                f"{what}: {len(missing)} of {len(names)} files of weights are missing, e.g. "
-                f"{missing[0]}; download it again"
-            )
+    else:
+        matches = [match for match in map(SHARD.fullmatch, names) if match]
+        names = {
+            f"{match['start']}{number:0{len(match['number'])}d}-of-{match['total']}.safetensors"
+            for match in matches
+            for number in range(1, int(match["total"]) + 1)
+        }
+    if single.is_file():
+        names = {single.name}
+    missing = sorted(each for each in names if not (folder / each).is_file())
+    if missing:
+        raise InputError(
+            f"{what}: {len(missing)} of {len(names)} files of weights are missing, e.g. "
+            f"{missing[0]}; download it again"
+        )
+    files = [folder / each for each in sorted(names)]
+    held = {each for file in files if tensors for each in list_tensor_names(file)}
+    lacking = sorted(tensors.keys() - held)
+    if lacking:
+        raise InputError(
+            f"{what}: {index.name} names {lacking[0]}, which no file of weights there holds "
+            f"({len(lacking)} of {len(tensors)} tensors are missing); download it again"
+        )
+    return files
+
+
+def list_tensor_names(file: Path) -> list[str]:
+    """List the names of the tensors of a safetensors file, without torch.
+
+    Raises:
+        InputError: the file is corrupt or truncated.
+    """
+    try:
+        with safe_open(file, "np") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise _make_damage_error(file, error) from error
+
+
+def find_head_weights(folder: Path, path: str) -> list[Path]:
+    """Find the safetensors files of a head whose file names are free; empty without any.
+
+    Args:
+        folder: local folder.
+        path: name of the folder in messages.
+
+    Raises:
+        InputError: as in `find_weight_files`.
+    """
+    files = find_weight_files(f"head.path={path}", folder)
+    return files or sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(WEIGHTS[0]))
 
 
 def locate_head(path: str, revision: str | None) -> Path:
@@ -296,9 +367,13 @@ def load_tensors(file: Path) -> "dict[str, Tensor]":
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"{file}: corrupt or truncated safetensors file: {error}; download or save it again"
-        ) from error
+        raise _make_damage_error(file, error) from error
+
+
+def _make_damage_error(file: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{file}: corrupt or truncated safetensors file: {error}; download or save it again"
+    )
 
 
 def write_head_folder(

@@ -32,7 +32,7 @@ from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, Tree
 from heads.draft_head import DraftHead, ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
 from heads.export.writer import format_dtype, format_vllm_command
-from heads.folders import load_tensors
+from heads.folders import find_weight_files, load_tensors
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
@@ -383,11 +383,13 @@ def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
     """Load the tensors of a folder by their original names.
 
     Raises:
-        InputError: the folder has no weights file.
+        InputError: the folder has no weights file, or files that its index names are missing.
     """
     for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
-        if (folder / name).is_file():
-            return _restore_original_names(load_tensors(folder / name))
+        files = find_weight_files(f"head.path={path}", folder, Path(name).stem)
+        if files:
+            tensors = {key: each for file in files for key, each in load_tensors(file).items()}
+            return _restore_original_names(tensors)
     file_names = sorted(file.name for file in folder.iterdir())
     raise InputError(
         f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {file_names}"

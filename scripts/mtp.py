@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.folders import locate_head
+from heads.folders import find_weight_files, locate_head
 from heads.kinds import load_local_head
 from heads.mtp.checkpoint import (
     count_declared_layers,
@@ -41,7 +41,7 @@ from heads.mtp.checkpoint import (
 from heads.mtp.families import FAMILIES
 from heads.mtp.mtp import MtpHead
 from heads.mtp.stitch import find_matrix_modules, find_unlisted_modules, stitch_layer
-from heads.target_model.weight_files import find_weight_files, load_tensor_table
+from heads.target_model.weight_files import load_tensor_table
 
 
 def main(config: MtpFilesRun) -> None:
@@ -131,7 +131,7 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
     norms = [t.mean().item() for name, t in head.named_parameters() if "norm" in name]
     targets = [
         tensor.float().mean().item()
-        for file in find_weight_files(folder, "model") or []
+        for file in find_weight_files(path, folder)
         for tensor in iter_target_norms(file)
     ]
     if targets and median(norms) - median(targets) > 0.5:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from heads.blocks.network import FULL, SLIDING, BlockHeadConfig, BlockNetwork
 from heads.draft_head import UNKNOWN
-from heads.folders import PROVENANCE, load_tensors
+from heads.folders import PROVENANCE, find_head_weights, load_tensors
 from heads.vocab import DraftVocab
 
 Head = TypeVar("Head", bound=BlockNetwork)
@@ -94,12 +94,12 @@ class BlockCheckpoint:
         settings, export, tensors = _load_settings(folder, path), {}, dict[str, Tensor]()
         if (folder / PROVENANCE).is_file():
             export = json.loads((folder / PROVENANCE).read_text()).get("export", {})
-        files = sorted(folder.glob("model*.safetensors"))
+        files = find_head_weights(folder, path)
         checkpoint = cls(path, settings, tensors, DraftVocab.make_full(1), export)
         if not files:
             names = sorted(each.name for each in folder.iterdir())
             raise checkpoint.make_error(
-                f"no model*.safetensors there; found {names}. Pickled weights can run code and are "
+                f"no *.safetensors there; found {names}. Pickled weights can run code and are "
                 "never opened; convert them with https://huggingface.co/spaces/safetensors/convert"
             )
         if (folder / MASK_EMBEDDING).is_file():

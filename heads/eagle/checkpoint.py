@@ -24,7 +24,7 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from heads.draft_head import UNKNOWN
 from heads.eagle.network import LAYER_NAMES, EagleHeadConfig, EagleNetwork
-from heads.folders import PROVENANCE, load_tensors
+from heads.folders import PROVENANCE, find_head_weights, load_tensors
 from heads.vocab import DraftVocab
 
 Head = TypeVar("Head", bound=EagleNetwork)
@@ -81,7 +81,7 @@ class EagleCheckpoint:
         checkpoint = cls(path, {}, {}, {}, {})
         checkpoint._read_settings(folder / "config.json")
         checkpoint._read_export(folder / PROVENANCE)
-        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+        files = find_head_weights(folder, path)
         if not files:
             raise checkpoint.make_error(
                 f"no *.safetensors there; found {sorted(p.name for p in folder.iterdir())}. "

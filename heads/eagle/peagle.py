@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -51,7 +50,7 @@ from heads.eagle.layouts import LAYOUTS, EagleLayout, build_engine_files, format
 from heads.eagle.network import EagleHeadConfig, EagleLayer, EagleNetwork, build_eagle_config
 from heads.export.writer import format_vllm_command
 from heads.feature_head import choose_mask_token, iter_mask_token_variants
-from heads.folders import has_architecture
+from heads.folders import find_head_weights, has_architecture, list_tensor_names
 from heads.layers.branch_attention import (
     BranchCache,
     CausalRange,
@@ -370,7 +369,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load the P-EAGLE head of a folder; None for folders of other heads."""
-        if not is_peagle_folder(folder):
+        if not is_peagle_folder(folder, path):
             return None
         checkpoint, config, vocab = load_peagle_checkpoint(folder, path, layers)
         return load_into(cls(config, vocab), checkpoint)
@@ -471,19 +470,16 @@ def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagl
     )
 
 
-def is_peagle_folder(folder: Path) -> bool:
-    """Tell whether a folder's config names P-EAGLE, or its files hold `mask_hidden`."""
+def is_peagle_folder(folder: Path, path: str) -> bool:
+    """Tell whether a folder's config names P-EAGLE, or its files hold `mask_hidden`.
+
+    Raises:
+        InputError: files are missing or damaged.
+    """
     if has_architecture(folder, (), "peagle"):
         return True
-    try:
-        return any(_has_mask_hidden(file) for file in folder.glob("*.safetensors"))
-    except SafetensorError:
-        return False  # a later reader reports the damage
-
-
-def _has_mask_hidden(file: Path) -> bool:
-    with safe_open(file, "pt") as opened:
-        names = {name.removeprefix("model.") for name in opened.keys()}  # noqa: SIM118
+    files = find_head_weights(folder, path)
+    names = {name.removeprefix("model.") for file in files for name in list_tensor_names(file)}
     # EAGLE also has a norm of hidden states, but not inside a layer.
     return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
 

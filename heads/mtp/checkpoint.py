@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from conf.errors import InputError
+from heads.folders import find_weight_files
 from heads.mtp.families import FAMILIES, UNSUPPORTED_REASONS, MtpFamily
-from heads.target_model.weight_files import find_weight_files, load_tensor_table
+from heads.target_model.weight_files import load_tensor_table
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 JOINED_EXPERTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
@@ -50,14 +51,11 @@ def find_mtp_tensors(
     """Find the MTP tensors in a model's folder: their names, each with its file.
 
     Raises:
-        InputError: a shard is missing, or a file is no safetensors file.
+        InputError: a shard or a tensor of the index is missing, or a file is damaged.
     """
-    files = find_weight_files(folder, "model")
-    if files is None:
-        raise InputError(f"{path}: some of its safetensors files are missing; download it again")
     return {
         name: file
-        for file in files
+        for file in find_weight_files(path, folder)
         for name in load_tensor_table(file)
         if family.to_own_name(name, num_layers) is not None
     }

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from conf.errors import InputError
 from heads.draft_head import format_size_mismatch
-from heads.folders import write_folder
+from heads.folders import find_weight_files, write_folder
 from heads.mtp.checkpoint import (
     count_decoder_layers,
     find_family,
@@ -37,7 +37,7 @@ from heads.mtp.checkpoint import (
 )
 from heads.mtp.families import FAMILIES, KNOWN, MtpFamily
 from heads.mtp.mtp import MtpHead
-from heads.target_model.weight_files import find_weight_files, load_tensor_table
+from heads.target_model.weight_files import load_tensor_table
 
 INDEX, SHARD = "model.safetensors.index.json", "model-mtp.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -69,9 +69,7 @@ def stitch_layer(folder: Path, head: MtpHead, final: Path) -> list[str]:
     config, label = load_model_config(folder), f"target.path={folder}"
     family = _find_matching_family(config, head, label)
     num_layers = count_decoder_layers(config)
-    files = find_weight_files(folder, "model")
-    if files is None:
-        raise InputError(f"{label}: some of its safetensors files are missing; download it again")
+    files = find_weight_files(label, folder)
     files_by_name = find_mtp_tensors(folder, family, num_layers, label)
     layer = _name_stored_tensors(head, family, num_layers, files_by_name, _find_common_dtype(files))
     layer |= _make_missing_copies(family.list_copies(num_layers), files)

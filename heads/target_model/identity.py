@@ -15,14 +15,14 @@ from conf.command.run_record import find_changed_keys, format_changes, make_fing
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import TargetConfig
-from heads.folders import PROVENANCE, locate_head
+from heads.folders import PROVENANCE, find_weight_files, locate_head
 from heads.gguf_target import load_gguf_target
 from heads.target_model.dequantise import (
     checksum_gguf_weights,
     collect_gguf_facts,
     load_config_file,
 )
-from heads.target_model.weight_files import compute_checksum, find_weight_files, load_tensor_table
+from heads.target_model.weight_files import compute_checksum, load_tensor_table
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,11 @@ def compute_weights_checksum(folder: Path, name: str) -> str | None:
 
     The name is `model` or `adapter_model`.
     """
-    files = find_weight_files(folder, name)
-    if files is None:
+    try:
+        files = find_weight_files(str(folder), folder, name)
+    except InputError:
+        return None
+    if not files:
         return None
     return compute_checksum((file, load_tensor_table(file)) for file in files)
 

@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 
 from conf.errors import InputError
 from conf.settings.target import TargetConfig
+from heads.folders import find_weight_files
 from heads.target_model.decoder import MODEL_ERRORS
 
 MAX_HEADER_BYTES = 100_000_000
@@ -34,20 +35,6 @@ OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
 """Scales of quantised caches in serving engines, and states of layers trained in FP8, which no
 weight needs."""
 LONGEST_REASON = 300
-
-
-def find_weight_files(folder: Path, name: str) -> list[Path] | None:
-    """Find the weight files that are loaded from a folder; None if some are missing.
-
-    As in transformers, a single file of all weights precedes shards. The name is `model` or
-    `adapter_model`.
-    """
-    index, one = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
-    names = {one.name}
-    if index.is_file() and not one.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    files = [folder / file_name for file_name in sorted(names)]
-    return files if all(file.is_file() for file in files) else None
 
 
 def load_tensor_table(file: Path) -> dict[str, dict[str, Any]]:
@@ -190,8 +177,9 @@ def check_quantized_codes(config: TargetConfig, place: str, is_read: Callable[[s
         place, "config.json", revision=config.revision, local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
     )  # fmt: skip
-    files = config_file and find_weight_files(Path(str(config_file)).parent, "model")
-    for file in files or ():
+    folder = Path(str(config_file)).parent
+    files = find_weight_files(f"target.path={config.path}", folder) if config_file else []
+    for file in files:
         for name, tensor in load_tensor_table(file).items():
             if tensor["dtype"] in CODES and is_read(name):
                 raise InputError(
