@@ -33,7 +33,7 @@ from heads.folders import (
     PROVENANCE,
     find_weight_files,
     format_size_mismatch,
-    load_tensors,
+    load_head_tensors,
     write_head_folder,
 )
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -220,7 +220,9 @@ class DraftHead(nn.Module, ABC):
             **{each.name: settings[each.name] for each in fields(cls.config_type)}
         )
         files = find_weight_files(f"head.path={path}", folder) or [folder / WEIGHTS]
-        tensors = {name: each for file in files for name, each in load_tensors(file).items()}
+        tensors = {
+            name: each for file in files for name, each in load_head_tensors(file, path).items()
+        }
         vocab = DraftVocab.make_full(config.vocab_size)
         if "d2t" in tensors:
             vocab = DraftVocab.from_offsets(tensors.pop("d2t"), vocab.size, tensors.pop("t2d"))

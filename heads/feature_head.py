@@ -134,6 +134,18 @@ class FeatureHead(DraftHead):
         return self.target.compute_logits(outputs.to(weight.dtype)).to(outputs.dtype)
 
 
+def tie_output_head(settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Add the output head that a config ties to the head's own embedding, as engines do, in place.
+
+    Args:
+        settings: content of `config.json`.
+        tensors: tensors by their names in the head.
+    """
+    embedding = tensors.get("embed_tokens.weight")
+    if settings.get("tie_word_embeddings") and embedding is not None and "d2t" not in tensors:
+        tensors.setdefault("lm_head.weight", embedding.clone())
+
+
 def make_config_variant(
     head: Any,
     vocab: DraftVocab | None = None,

@@ -29,6 +29,7 @@ PROVENANCE = "headsmith.json"
 """File beside a head that records how it was made."""
 SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
+INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"(?P<start>.+-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 GGUF = ".gguf"
 
@@ -254,7 +255,7 @@ def list_tensor_names(file: Path) -> list[str]:
 
 
 def find_head_weights(folder: Path, path: str) -> list[Path]:
-    """Find the safetensors files of a head whose file names are free; empty without any.
+    """Find the safetensors files of a head: those of its index, or else all; empty without any.
 
     Args:
         folder: local folder.
@@ -264,7 +265,9 @@ def find_head_weights(folder: Path, path: str) -> list[Path]:
         InputError: as in `find_weight_files`.
     """
     files = find_weight_files(f"head.path={path}", folder)
-    return files or sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(WEIGHTS[0]))
+    if (folder / INDEX).is_file():
+        return files
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob(WEIGHTS[0]))
 
 
 def locate_head(path: str, revision: str | None) -> Path:
@@ -368,6 +371,26 @@ def load_tensors(file: Path) -> "dict[str, Tensor]":
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise _make_damage_error(file, error) from error
+
+
+def load_head_tensors(file: Path, path: str) -> "dict[str, Tensor]":
+    """Load all tensors of a head's safetensors file to the CPU.
+
+    Args:
+        file: the file.
+        path: name of the head in messages.
+
+    Raises:
+        InputError: the file is damaged, or a tensor holds codes of a quantisation.
+    """
+    tensors = load_tensors(file)
+    for name, tensor in tensors.items():
+        if tensor.element_size() == 1 and not name.endswith("t2d"):
+            raise InputError(
+                f"head.path={path}: {name} is {tensor.dtype}, but a quantised head cannot be read; "
+                "name the head before quantisation"
+            )
+    return tensors
 
 
 def _make_damage_error(file: Path, error: Exception) -> InputError:

@@ -32,7 +32,7 @@ from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, Tree
 from heads.draft_head import DraftHead, ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
 from heads.export.writer import format_dtype, format_vllm_command
-from heads.folders import find_weight_files, load_tensors
+from heads.folders import find_weight_files, load_head_tensors
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
@@ -388,7 +388,9 @@ def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
     for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
         files = find_weight_files(f"head.path={path}", folder, Path(name).stem)
         if files:
-            tensors = {key: each for file in files for key, each in load_tensors(file).items()}
+            tensors = {
+                key: each for file in files for key, each in load_head_tensors(file, path).items()
+            }
             return _restore_original_names(tensors)
     file_names = sorted(file.name for file in folder.iterdir())
     raise InputError(

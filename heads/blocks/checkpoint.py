@@ -22,7 +22,9 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from heads.blocks.network import FULL, SLIDING, BlockHeadConfig, BlockNetwork
 from heads.draft_head import UNKNOWN
-from heads.folders import PROVENANCE, find_head_weights, load_tensors
+from heads.feature_head import tie_output_head
+from heads.folders import PROVENANCE, find_head_weights, load_head_tensors
+from heads.layers.llama import parse_rope
 from heads.vocab import DraftVocab
 
 Head = TypeVar("Head", bound=BlockNetwork)
@@ -34,7 +36,6 @@ SIZES = (
     "vocab_size",
 )
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
-SCALED_ROPE = ("linear", "yarn", "llama3")
 # Heads with other values compute something else.
 REQUIRED_VALUES = {
     "hidden_act": "silu",
@@ -108,9 +109,10 @@ class BlockCheckpoint:
                 "another head"
             )
         for file in files:
-            for name, tensor in load_tensors(file).items():
+            for name, tensor in load_head_tensors(file, path).items():
                 tensors[name.removeprefix("model.").removeprefix(EARLY_PREFIX)] = tensor
         checkpoint._drop_target_tensors()
+        tie_output_head(settings, tensors)
         checkpoint._check_settings(implemented)
         checkpoint.vocab = checkpoint._parse_draft_vocab()
         return checkpoint
@@ -273,27 +275,11 @@ class BlockCheckpoint:
         settings = self.settings
         sizes = {key: settings[key] for key in (*SIZES, *MORE_SIZES) if key in settings}
         try:
-            return LlamaConfig(**sizes, rope_parameters=self._parse_rope(), attention_bias=False)
+            # The theta is the engines' default.
+            rope = parse_rope(settings, 1e6, self.make_error)
+            return LlamaConfig(**sizes, rope_parameters=rope, attention_bias=False)
         except (StrictDataclassError, KeyError) as error:
             raise self.make_error(f"config.json: {error}") from error
-
-    def _parse_rope(self) -> dict[str, Any]:
-        """Return RoPE settings in the form of transformers 5, from either form."""
-        settings = self.settings
-        rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-        kind = rope.pop("rope_type", rope.pop("type", "default"))
-        rope.pop("type", None)
-        # Defaults of the engines.
-        theta = rope.pop("rope_theta", settings.get("rope_theta", 1e6))
-        part = rope.pop("partial_rotary_factor", 1.0)
-        if part == 1.0 and kind == "default":
-            return {"rope_type": "default", "rope_theta": theta}
-        if part == 1.0 and kind in SCALED_ROPE:
-            return rope | {"rope_type": kind, "rope_theta": theta}
-        raise self.make_error(
-            f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; "
-            f"must be default, {', '.join(SCALED_ROPE)} over 1.0"
-        )
 
     def load_into(self, head: Head) -> Head:
         """Load the tensors into a head with the architecture of `build_head_config`.

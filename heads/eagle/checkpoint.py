@@ -24,13 +24,14 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from heads.draft_head import UNKNOWN
 from heads.eagle.network import LAYER_NAMES, EagleHeadConfig, EagleNetwork
-from heads.folders import PROVENANCE, find_head_weights, load_tensors
+from heads.feature_head import tie_output_head
+from heads.folders import PROVENANCE, find_head_weights, load_head_tensors
+from heads.layers.llama import parse_rope
 from heads.vocab import DraftVocab
 
 Head = TypeVar("Head", bound=EagleNetwork)
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 MORE_SIZES = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
-SCALED_ROPE = ("linear", "yarn", "llama3")
 # SGLang's names, each with the name in `EagleHead.state_dict`.
 ALIASES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 # Heads with other values compute something else.
@@ -91,10 +92,11 @@ class EagleCheckpoint:
                 "https://huggingface.co/spaces/safetensors/convert"
             )
         for file in files:
-            for name, tensor in load_tensors(file).items():
+            for name, tensor in load_head_tensors(file, path).items():
                 # Copied from the target, or zeros, for engines that need them.
                 if name not in checkpoint.export.get("added", ()):
                     checkpoint._add_tensor(name, tensor)
+        tie_output_head(checkpoint.settings, checkpoint.tensors)
         return checkpoint
 
     def _read_settings(self, file: Path) -> None:
@@ -243,32 +245,12 @@ def _parse_llama_config(checkpoint: EagleCheckpoint) -> LlamaConfig:
     try:
         return LlamaConfig(
             **sizes,
-            rope_parameters=_parse_rope(checkpoint),
+            rope_parameters=parse_rope(settings, 10000.0, checkpoint.make_error),
             attention_bias="layer.self_attn.q_proj.bias" in checkpoint.tensors,
             num_hidden_layers=settings.get("num_hidden_layers", 1),
         )
     except (StrictDataclassError, KeyError) as error:
         raise checkpoint.make_error(f"config.json: {error}") from error
-
-
-def _parse_rope(checkpoint: EagleCheckpoint) -> dict[str, Any]:
-    """Return RoPE settings in the form of transformers 5, from either form."""
-    settings = checkpoint.settings
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    rope = dict(rope.get("full_attention", rope))
-    old_kind = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old_kind)
-    theta = rope.pop("rope_theta", settings.get("rope_theta", 10000.0))
-    part = rope.pop("partial_rotary_factor", 1.0)
-    # Multimodal RoPE has three positions, which are equal for text.
-    if part == 1.0 and kind in ("default", "mrope"):
-        return {"rope_type": "default", "rope_theta": theta}
-    if part == 1.0 and kind in SCALED_ROPE:
-        return rope | {"rope_type": kind, "rope_theta": theta}
-    raise checkpoint.make_error(
-        f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; must "
-        f"be default, mrope, {', '.join(SCALED_ROPE)} over 1.0"
-    )
 
 
 def _parse_target_width(checkpoint: EagleCheckpoint) -> int:

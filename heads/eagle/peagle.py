@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from conf.errors import InputError
 from conf.settings.eagle import EagleForm, FeatureHeadConfig, PEagleConfig
 from conf.settings.export import ExportFormat
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
@@ -471,15 +472,14 @@ def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagl
 
 
 def is_peagle_folder(folder: Path, path: str) -> bool:
-    """Tell whether a folder's config names P-EAGLE, or its files hold `mask_hidden`.
-
-    Raises:
-        InputError: files are missing or damaged.
-    """
+    """Tell whether a folder's config names P-EAGLE, or its files hold `mask_hidden`."""
     if has_architecture(folder, (), "peagle"):
         return True
-    files = find_head_weights(folder, path)
-    names = {name.removeprefix("model.") for file in files for name in list_tensor_names(file)}
+    try:
+        files = find_head_weights(folder, path)
+        names = {name.removeprefix("model.") for file in files for name in list_tensor_names(file)}
+    except InputError:
+        return False  # a later reader reports the damage
     # EAGLE also has a norm of hidden states, but not inside a layer.
     return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
 

@@ -3,6 +3,7 @@
 Letters: N rows, H hidden, I input width, Q heads, K key-value heads, d head size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from conf.errors import InputError
 from heads.target_model.architecture import (
     compute_attention_heads,
     compute_mlp_size,
@@ -25,6 +27,10 @@ LLAMA_KEYS = (
     *("hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size"),
     *("attention_bias", "mlp_bias"),
 )
+
+SCALED_ROPE = ("linear", "yarn", "llama3")
+MROPE_KEYS = {"mrope_section", "mrope_interleaved"}
+"""Keys of multimodal RoPE, whose three positions are equal for text."""
 
 
 def make_llama_config(config: Any, vocab_size: int) -> LlamaConfig:
@@ -49,6 +55,64 @@ def make_llama_config(config: Any, vocab_size: int) -> LlamaConfig:
         rope_parameters=find_rope(config),
         max_position_embeddings=find_max_positions(config),
         num_hidden_layers=1,
+    )
+
+
+def parse_rope(
+    settings: dict[str, Any], default_theta: float, make_error: Callable[[str], InputError]
+) -> dict[str, Any]:
+    """Parse the RoPE settings of a head's config, old or new, into the form of transformers 5.
+
+    transformers 5 reads `rope_scaling` before `rope_parameters`, and `rope_theta` in either before
+    the one beside them. vLLM with transformers 4 reads the one beside them first.
+
+    Args:
+        settings: content of `config.json`.
+        default_theta: theta if no key names one.
+        make_error: function that makes an error of a problem.
+
+    Raises:
+        InputError: two keys contradict each other, or the scaling is not implemented.
+    """
+    found = [("rope_theta", settings.get("rope_theta"))]
+    for place in ("rope_parameters", "rope_scaling"):
+        section = settings.get(place) or {}
+        by_kind = [part for part in section.values() if isinstance(part, dict)]
+        if "sliding_attention" in settings.get("layer_types", ()) and by_kind[1:] != by_kind[:-1]:
+            raise make_error(
+                f"config.json says {place}={section}, another RoPE for each kind of layer, which "
+                "is not implemented"
+            )
+        section = section.get("full_attention", section)
+        found += [(f"{place}.{name}", value) for name, value in section.items()]
+    rope: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for place, value in found:
+        name = place.rpartition(".")[2]
+        name = "rope_type" if name == "type" else name
+        if value is None:
+            continue
+        given = "default" if value == "mrope" else value
+        if rope.setdefault(name, given) != given:
+            raise make_error(
+                f"config.json says {places[name]}={rope[name]}, but {place}={value}, and readers "
+                "differ in which they take; keep the right one"
+            )
+        places.setdefault(name, place)
+    kind, theta = rope.pop("rope_type", None), rope.pop("rope_theta", default_theta)
+    part, scaling = rope.pop("partial_rotary_factor", 1.0), sorted(rope.keys() - MROPE_KEYS)
+    if kind is None and scaling:
+        raise make_error(
+            f"config.json has {places[scaling[0]]}={rope[scaling[0]]}, but no rope_type; add "
+            f"rope_type, one of {', '.join(SCALED_ROPE)}, or remove {places[scaling[0]]}"
+        )
+    if part == 1.0 and kind in (None, "default"):
+        return {"rope_type": "default", "rope_theta": theta}
+    if part == 1.0 and kind in SCALED_ROPE:
+        return rope | {"rope_type": kind, "rope_theta": theta}
+    raise make_error(
+        f"config.json says RoPE is {kind} over {part} of each head, which is not implemented; must "
+        f"be default, mrope, {', '.join(SCALED_ROPE)} over 1.0"
     )
 
 

@@ -18,6 +18,7 @@ from heads.blocks.network import build_block_config
 from heads.kinds import load_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
+from tests.heads.eagle.test_checkpoint import ROPES_THAT_CONTRADICT
 
 
 def dflash(target: Target, **settings: Any) -> DFlashHead:
@@ -135,6 +136,7 @@ def test_a_head_of_speculators_with_what_it_keeps_of_the_target(
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 NESTED = ZLAB["dflash_config"]
+WIDE = {"rope_type": "default", "rope_theta": 5e5}
 UNNAMED = without(ZLAB, "layer_types")
 FULL = {"transformer_layer_config": SIZES}
 
@@ -202,6 +204,13 @@ def test_layers_may_be_told_and_have_several_names(target: Target, tmp_path: Pat
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None},
             {"rope_type": "default", "rope_theta": 5e5},
         ),
+        ({"rope_parameters": {"full_attention": WIDE}, "rope_theta": None}, WIDE),
+        (
+            MIXED
+            | {"rope_parameters": {"full_attention": WIDE, "sliding_attention": WIDE}}
+            | {"rope_theta": 5e5},
+            WIDE,
+        ),
     ],
 )
 def test_old_and_new_spellings_of_rope(target: Target, tmp_path: Path, keys, expected) -> None:
@@ -223,6 +232,11 @@ def test_old_and_new_spellings_of_rope(target: Target, tmp_path: Path, keys, exp
         (ZLAB | {"is_neox_style": False}, "is_neox_style=False, .* must be True"),
         (ZLAB | {"hidden_act": "gelu"}, "hidden_act=gelu, .* must be silu"),
         (ZLAB | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE is dynamic over 1.0"),
+        *((ZLAB | {"rope_theta": None} | keys, message) for keys, message in ROPES_THAT_CONTRADICT),
+        (
+            ZLAB | MIXED | {"rope_parameters": {"full_attention": WIDE, "sliding_attention": {}}},
+            "another RoPE for each kind of layer, which is not implemented",
+        ),
         (without(ZLAB, "block_size"), "has None for block_size: must be a whole number"),
         (ZLAB | {"dflash_config": without(NESTED, "mask_token_id")}, "None for mask_token_id"),
         (
@@ -252,6 +266,21 @@ def test_settings_that_do_not_fit_are_refused(
     assert str(caught.value).startswith(f"head.path={folder}: ")
 
 
+def test_an_output_head_that_is_tied_is_the_heads_own_embedding(
+    target: Target, tmp_path: Path
+) -> None:
+    tensors = dflash(target).collect_tensors() | {"embed_tokens.weight": torch.rand(96, 64)}
+    own = tensors["embed_tokens.weight"]
+    for tied, expected in ((True, own), (False, target.output_head.weight)):
+        config = ZLAB | {"tie_word_embeddings": tied}
+        head = load_head(write(tmp_path / f"{tied}", config, tensors)).attach(target)
+        assert head.make_projection().weight.equal(expected)
+        assert head.embed_tokens.weight.equal(own)
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(InputError, match=r"fc\.weight is torch\.float8_e4m3fn, but a quantised he"):
+        load_head(write(tmp_path / "narrow", ZLAB, tensors))
+
+
 def put(name: str, *shape: int) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name: torch.zeros(shape)})
 
@@ -279,5 +308,5 @@ def test_pickles_are_never_opened(target: Target, tmp_path: Path) -> None:
         load_head(str(folder))
     (folder / "mask_embedding.pt").unlink()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"no model\*.safetensors there; .*never opened"):
+    with pytest.raises(InputError, match=r"no \*\.safetensors there; .*never opened"):
         load_head(str(folder))

@@ -24,6 +24,46 @@ from heads.vocab import DraftVocab
 
 TEXT = [5, 17, 3, 88, 41, 2, 60, 9, 33, 71]
 SMALL_VOCAB = DraftVocab(torch.arange(24) * 4 + 1, 96)
+PLAIN = {"rope_type": "default", "rope_theta": 5e5}
+ROPES_THAT_CONTRADICT = [
+    (
+        {"rope_theta": 1e4, "rope_parameters": PLAIN},
+        r"rope_theta=10000\.0, but rope_parameters\.rope_theta=500000\.0, and readers differ",
+    ),
+    (
+        {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        r"rope_theta=10000\.0, but rope_scaling\.rope_theta=500000\.0",
+    ),
+    (
+        {
+            "rope_theta": 5e5,
+            "rope_parameters": PLAIN,
+            "rope_scaling": {"type": "linear", "factor": 2},
+        },
+        r"rope_parameters\.rope_type=default, but rope_scaling\.type=linear",
+    ),
+    (
+        {
+            "rope_theta": 5e5,
+            "rope_parameters": PLAIN | {"rope_type": "linear", "factor": 4.0},
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
+        r"rope_parameters\.factor=4\.0, but rope_scaling\.factor=2\.0",
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}},
+        r"rope_scaling\.type=yarn, but rope_scaling\.rope_type=linear",
+    ),
+    (
+        {"rope_scaling": {"factor": 8.0}},
+        r"has rope_scaling\.factor=8\.0, but no rope_type; add rope_type, one of linear, ",
+    ),
+    (
+        {"rope_theta": 5e5, "rope_parameters": {"factor": 8.0, "rope_theta": 5e5}},
+        r"has rope_parameters\.factor=8\.0, but no rope_type",
+    ),
+]
+"""Settings of heads of one layer, each with the message."""
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +236,25 @@ def test_without_an_output_head_the_targets_drafts(tmp_path, target) -> None:
     assert drafted(head, target).shape == (3, len(TEXT) - 1, 96)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_head_that_is_tied_is_the_heads_own_embedding(
+    tmp_path: Path, target: Target, tied: bool
+) -> None:
+    def take_no_head(tensors: dict[str, Tensor]) -> None:
+        for name in ("lm_head.weight", "d2t", "t2d"):
+            del tensors[name]
+        tensors |= layouts.embedding()
+
+    folder = layouts.eagle3(tmp_path / "head", torch.float32)
+    path = change(folder, take_no_head, draft_vocab_size=None, tie_word_embeddings=tied)
+    head = load_head(path)
+    own = layouts.embedding()["embed_tokens.weight"]
+    assert torch.equal(head.embed_tokens.weight, own)
+    assert head.config.own_output_head is tied
+    projected = head.attach(target).make_projection().weight
+    assert torch.equal(projected, own if tied else target.output_head.weight)
+
+
 @pytest.mark.parametrize(("stated", "expected"), [(None, False), (False, False), (True, True)])
 def test_an_absent_norm_before_residual_is_false(tmp_path, stated, expected: bool) -> None:
     folder = change(layouts.speculators(tmp_path / "head"), norm_before_residual=stated)
@@ -219,11 +278,52 @@ def test_an_absent_norm_before_residual_is_false(tmp_path, stated, expected: boo
             {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
             {"rope_type": "default", "rope_theta": 10000.0},
         ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2},
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+                "rope_theta": 500000,
+            },
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        ),
+        (
+            {
+                "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            },
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_theta": 5e5},
+            },
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
     ],
 )
 def test_old_and_new_spellings_of_rope(tmp_path, keys: dict[str, Any], expected) -> None:
     head = load_head(change(layouts.eagle3(tmp_path / "head"), **keys))
     assert head.config.llama.rope_parameters == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("write", [layouts.eagle1, layouts.eagle3])
+def test_a_quantised_head_is_refused(tmp_path: Path, write: Any, dtype: torch.dtype) -> None:
+    folder = write(tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"fc.weight": tensors["fc.weight"].to(dtype)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=rf"fc\.weight is {dtype}, but a quantised head cannot be"):
+        load_head(str(folder))
 
 
 def test_given_layers_replace_those_of_the_config(tmp_path, target) -> None:
@@ -258,6 +358,7 @@ def test_given_layers_replace_those_of_the_config(tmp_path, target) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"RoPE is dynamic over 1\.0 of"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5, .* must be 1\.0"),
         ({"rope_scaling": {"rope_type": "yarn"}}, r"config\.json: .*factor"),
+        *ROPES_THAT_CONTRADICT,
         ({"vocab_size": None}, r"config\.json lacks \['vocab_size'\]"),
         ({"draft_vocab_size": 32}, r"24 of 96 ids by d2t, \[32\] by config\.json, \[24\] by lm_h"),
         ({"target_hidden_size": 32}, r"\['embed_tokens.weight'\] missing, and the target's do not"),
