@@ -14,7 +14,7 @@ Letters: S rows, D depths, L target layers, F target hidden, V vocabulary.
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -224,10 +224,13 @@ class DraftHead(nn.Module, ABC):
             name: each for file in files for name, each in load_head_tensors(file, path).items()
         }
         vocab = DraftVocab.make_full(config.vocab_size)
+        rows = None
         if "d2t" in tensors:
-            vocab = DraftVocab.from_offsets(tensors.pop("d2t"), vocab.size, tensors.pop("t2d"))
+            vocab, rows = DraftVocab.from_offsets(
+                tensors.pop("d2t"), vocab.size, tensors.pop("t2d")
+            )
         head = cls(config, vocab)
-        head.load_state_dict(tensors)
+        head.load_state_dict(head.select_draft_rows(tensors, rows))
         return head
 
     @classmethod
@@ -405,12 +408,19 @@ class DraftHead(nn.Module, ABC):
         """Copy the head in float32, not attached, with a smaller draft vocabulary."""
         pruned = type(self)(self.config, vocab)
         rows = self.vocab.to_draft_ids(vocab.ids.to(self.vocab.ids.device))
-        by_id = (*self.output_head_patterns, *self.draft_id_patterns)
-        state = self.state_dict()
-        pruned.load_state_dict(
-            {n: t[rows] if _is_matched(by_id, n) else t for n, t in state.items()}
-        )
+        pruned.load_state_dict(self.select_draft_rows(self.state_dict(), rows))
         return pruned
+
+    @final
+    def select_draft_rows(
+        self, tensors: Mapping[str, Tensor], rows: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Select rows [n] int64 of the tensors that have one per draft id; None selects all."""
+        by_id = (*self.output_head_patterns, *self.draft_id_patterns)
+        return {
+            name: tensor if rows is None or not _is_matched(by_id, name) else tensor[rows]
+            for name, tensor in tensors.items()
+        }
 
     @final
     def compile_layers(self) -> None:

@@ -209,9 +209,9 @@ class MedusaHead(MedusaNetwork):
         tensors = load_medusa_tensors(folder, path)
         token_map = tensors.pop(TOKEN_MAP, None)
         config = infer_config(tensors, str(settings.get("base_model_name_or_path")), path)
-        vocab = DraftVocab.make_full(config.vocab_size)
+        vocab, rows = DraftVocab.make_full(config.vocab_size), None
         if token_map is not None:
-            vocab = parse_token_map(
+            vocab, rows = parse_token_map(
                 token_map, config.vocab_size, int(settings.get("vocab_size", 0)), path
             )
         head = cls(replace(config, vocab_size=vocab.size), vocab)
@@ -226,7 +226,8 @@ class MedusaHead(MedusaNetwork):
             raise InputError(
                 f"head.path={path}: tensors missing, unknown or of another shape: {wrong}"
             )
-        head.load_state_dict({f"heads.{name}": tensor for name, tensor in tensors.items()})
+        named = {f"heads.{name}": tensor for name, tensor in tensors.items()}
+        head.load_state_dict(head.select_draft_rows(named, rows))
         return head
 
     @classmethod
@@ -424,8 +425,10 @@ def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHe
     return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
 
 
-def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> DraftVocab:
-    """Build the draft vocabulary of heads from the map in their file.
+def parse_token_map(
+    token_map: Tensor, num_rows: int, size: int, path: str
+) -> tuple[DraftVocab, Tensor]:
+    """Build the draft vocabulary of heads from the map in their file, in any order.
 
     Args:
         token_map: [W] target ids of the draft ids.
@@ -433,10 +436,13 @@ def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> D
         size: number V of target ids in `config.json`.
         path: name of the folder in messages.
 
+    Returns:
+        The vocabulary, and [W] int64 the row of each projection for each of its ids.
+
     Raises:
-        InputError: the map does not rise, has another length, or has ids beyond V.
+        InputError: the map names an id twice, has another length, or has ids beyond V.
     """
-    ids = token_map.to(torch.int64)
+    ids, rows = token_map.to(torch.int64).sort()
     if (
         token_map.is_floating_point()
         or ids.shape != (num_rows,)
@@ -445,10 +451,10 @@ def parse_token_map(token_map: Tensor, num_rows: int, size: int, path: str) -> D
     ):
         raise InputError(
             f"head.path={path}: {TOKEN_MAP} is {token_map.dtype} {list(token_map.shape)}: must be "
-            f"the target ids of the {num_rows} rows of each projection, rising and below "
-            f"vocab_size={size} of config.json"
+            f"the target ids of the {num_rows} rows of each projection, each once and "
+            f"below vocab_size={size} of config.json"
         )
-    return DraftVocab(ids, size)
+    return DraftVocab(ids, size), rows
 
 
 @dataclass(frozen=True)

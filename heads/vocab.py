@@ -40,13 +40,18 @@ class DraftVocab:
         return cls(torch.arange(size), size)
 
     @classmethod
-    def from_offsets(cls, d2t: Tensor, size: int, t2d: Tensor | None = None) -> "DraftVocab":
-        """Make the vocabulary of a published head.
+    def from_offsets(
+        cls, d2t: Tensor, size: int, t2d: Tensor | None = None
+    ) -> tuple["DraftVocab", Tensor]:
+        """Make the vocabulary of a published head, whose ids may be in any order.
 
         Args:
             d2t: [Vd] integers, target id minus draft id.
             size: V of the target.
             t2d: [V] bool, marks the included target ids.
+
+        Returns:
+            The vocabulary, and [Vd] int64 the row of the head's tensors for each of its ids.
 
         Raises:
             InputError: `d2t` is no such mapping, or `t2d` contradicts it.
@@ -55,10 +60,13 @@ class DraftVocab:
             raise InputError(f"head.path: d2t is {d2t.dtype} {list(d2t.shape)}: must be [Vd] int64")
         d2t = d2t.to(torch.int64)
         ids = d2t + torch.arange(len(d2t), device=d2t.device)
-        problem = _find_problem(ids, size, t2d)
+        problem, may_be_ids = _find_problem(ids, size, t2d), _find_problem(d2t, size, t2d) is None
+        in_order, rows = ids.sort()
+        if problem is None and (t2d is not None or ids.equal(in_order) or not may_be_ids):
+            return cls(in_order, size), rows
         if problem is None:
-            return cls(ids, size)
-        if _find_problem(d2t, size, t2d) is None:
+            problem = "d2t does not rise, and may hold offsets or target ids: add t2d, which tells"
+        elif may_be_ids:
             problem += "; it seems to hold target ids: subtract the draft id from each"
         raise InputError(f"head.path: {problem}")
 
@@ -174,13 +182,11 @@ def _find_problem(ids: Tensor, size: int, t2d: Tensor | None) -> str | None:
     if len(outside):
         i = int(outside[0])
         return f"d2t maps draft id {i} to target id {int(ids[i])}, outside 0 to {size - 1}"
-    falls = (ids.diff() <= 0).nonzero()
-    if len(falls):
-        i = int(falls[0])
-        return (
-            f"d2t maps draft ids {i} and {i + 1} to target ids {int(ids[i])} and "
-            f"{int(ids[i + 1])}: must rise"
-        )
+    in_order, rows = ids.sort(stable=True)
+    again = (in_order.diff() == 0).nonzero()
+    if len(again):
+        i = int(again[0])
+        return f"d2t maps draft ids {rows[i]} and {rows[i + 1]} to the same target id {in_order[i]}"
     return None if t2d is None else _find_disagreement(ids, size, t2d)
 
 

@@ -69,6 +69,7 @@ class BlockCheckpoint:
         tensors: tensors by their names in `BlockNetwork.state_dict`.
         vocab: draft vocabulary.
         export: notes of `heads.export.writer` about the folder; empty for other writers.
+        draft_rows: [W] int64 row in the file for each draft id; None if they are in order.
     """
 
     path: str
@@ -76,6 +77,7 @@ class BlockCheckpoint:
     tensors: dict[str, Tensor]
     vocab: DraftVocab
     export: dict[str, Any]
+    draft_rows: Tensor | None = None
 
     @classmethod
     def from_folder(
@@ -145,7 +147,7 @@ class BlockCheckpoint:
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
         vocab = DraftVocab.make_full(size)
         if d2t is not None:
-            vocab = DraftVocab.from_offsets(d2t, size, t2d)
+            vocab, self.draft_rows = DraftVocab.from_offsets(d2t, size, t2d)
         stated, rows = self.settings.get("draft_vocab_size", size), tensors.get("lm_head.weight")
         if stated != len(vocab.ids) or (rows is not None and len(rows) != len(vocab.ids)):
             raise self.make_error(
@@ -301,7 +303,7 @@ class BlockCheckpoint:
         problems = [f"{kind}: {names}" for kind, names in wrong.items() if names]
         if problems:
             raise self.make_error("tensors " + "; ".join(problems))
-        head.load_state_dict(tensors)
+        head.load_state_dict(head.select_draft_rows(tensors, self.draft_rows))
         return head
 
 

@@ -64,6 +64,7 @@ class EagleCheckpoint:
         tensors: tensors by their names in `EagleHead.state_dict`, and `d2t` and `t2d`.
         names: name of each tensor in the file.
         export: notes of `heads.export.writer` about the folder; empty for other writers.
+        draft_rows: [W] int64 row in the file for each draft id; None if they are in order.
     """
 
     path: str
@@ -71,6 +72,7 @@ class EagleCheckpoint:
     tensors: dict[str, Tensor]
     names: dict[str, str]
     export: dict[str, Any]
+    draft_rows: Tensor | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, path: str) -> "EagleCheckpoint":
@@ -297,7 +299,9 @@ def pop_draft_vocab(checkpoint: EagleCheckpoint, form: EagleForm) -> DraftVocab:
     size, tensors = checkpoint.settings["vocab_size"], checkpoint.tensors
     vocab = DraftVocab.make_full(size)
     if "d2t" in tensors:
-        vocab = DraftVocab.from_offsets(tensors.pop("d2t"), size, tensors.pop("t2d", None))
+        vocab, checkpoint.draft_rows = DraftVocab.from_offsets(
+            tensors.pop("d2t"), size, tensors.pop("t2d", None)
+        )
     stated = [checkpoint.settings[key] for key in DRAFT_SIZES if key in checkpoint.settings]
     projection = tensors.get("lm_head.weight")
     rows = [] if projection is None else [len(projection)]
@@ -340,5 +344,5 @@ def load_into(head: Head, checkpoint: EagleCheckpoint) -> Head:
     problems = [f"{kind}: {sorted(names)}" for kind, names in problems_by_kind.items() if names]
     if problems:
         raise checkpoint.make_error("tensors " + "; ".join(problems))
-    head.load_state_dict(tensors)
+    head.load_state_dict(head.select_draft_rows(tensors, checkpoint.draft_rows))
     return head

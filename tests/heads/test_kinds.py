@@ -16,6 +16,7 @@ import torch
 import yaml
 from feature_heads import BLOCKS, fresh, settings_of
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from stores import captured, save_inputs, settings
 from torch import Tensor
 from toys import random_model, random_target, save_target, texts
@@ -83,6 +84,47 @@ def test_a_pruned_head_drafts_what_is_left_in_the_same_order(target: Target, nam
     of_all = candidates(head, target, text, 64)
     still = of_all[torch.isin(of_all, kept)].reshape(*of_all.shape[:2], 24)
     assert still.equal(candidates(small, target, text, 24))
+
+
+BY_FREQUENCY = {
+    "eagle3, reduced": ["lm_head.weight"],
+    "peagle": ["lm_head.weight"],
+    "dflash": ["lm_head.weight"],
+    "dspark": ["lm_head.weight", "markov_head.markov_w2.weight"],
+    "dspark, rnn": ["lm_head.weight", "markov_head.markov_w2.weight"],
+}
+
+
+@pytest.mark.parametrize("by_ids", [False, True], ids=["with t2d", "without"])
+@pytest.mark.parametrize("name", BY_FREQUENCY)
+def test_draft_ids_in_order_of_frequency_are_the_same_head(
+    target: Target, tmp_path: Path, name: str, by_ids: bool
+) -> None:
+    """Their rows, moved to rising ids by hand, are those of the saved head."""
+    own = {} if "eagle" in name else OWN
+    head = fresh(target, settings_of(name, **own)).eval()
+    torch.manual_seed(3)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    head.save(tmp_path / "head")
+    file = tmp_path / "head/model.safetensors"
+    tensors = load_file(file)
+    order = torch.randperm(len(head.vocab.ids), generator=torch.Generator().manual_seed(1))
+    ids = head.vocab.ids[order]
+    assert not ids.equal(head.vocab.ids)
+    tensors |= {each: tensors[each][order].contiguous() for each in BY_FREQUENCY[name]}
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    if by_ids:
+        assert int(tensors["d2t"].min()) < 0  # so they are no ids
+        tensors.pop("t2d", None)
+    save_file(tensors, file)
+    found = load_head(str(tmp_path / "head"))
+    assert found.vocab.ids.equal(head.vocab.ids)
+    assert all(each.equal(head.state_dict()[key]) for key, each in found.state_dict().items())
+    found = found.attach(target).eval()
+    (text,) = texts(target, 1, 20)
+    drafted = candidates(found, target, text, 8)
+    assert drafted.equal(candidates(head, target, text, 8))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])

@@ -166,6 +166,19 @@ def test_pruned_heads_are_saved_as_vllm_names_them(tmp_path) -> None:
     )
 
 
+def test_a_token_map_in_order_of_frequency_is_the_same_heads(tmp_path) -> None:
+    _, small = pruned()
+    small.save(tmp_path)
+    tensors = load_file(tmp_path / MEDUSA_WEIGHTS)
+    order = torch.tensor([2, 0, 3, 1])
+    moved = {name: each[order] for name, each in tensors.items() if len(each) == 4}
+    assert set(moved) == {"token_map", *(f"{k}.1.weight" for k in range(len(small.heads)))}
+    save_file(tensors | moved, tmp_path / MEDUSA_WEIGHTS)
+    loaded = load_head(str(tmp_path))
+    assert loaded.vocab.ids.tolist() == [0, 3, 50, 95]
+    assert all(torch.equal(loaded.state_dict()[key], t) for key, t in small.state_dict().items())
+
+
 @pytest.mark.parametrize(
     "token_map", [[0, 3, 50], [0, 3, 3, 50], [0, 3, 50, 96], [-1, 3, 50, 95], [0.0, 1.0, 2.0, 3.0]]
 )

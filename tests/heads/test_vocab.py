@@ -52,10 +52,25 @@ def test_to_moves_the_ids_and_what_is_made_of_them() -> None:
 
 def test_offsets_round_trip() -> None:
     saved = small()
-    vocab = DraftVocab.from_offsets(saved.compute_offsets().int(), 10, saved.build_mask())
+    vocab, rows = DraftVocab.from_offsets(saved.compute_offsets().int(), 10, saved.build_mask())
     assert vocab.ids.tolist() == [0, 1, 5, 9]
+    assert rows.tolist() == [0, 1, 2, 3]
     assert vocab.ids.dtype == torch.int64
-    assert DraftVocab.from_offsets(torch.zeros(10, dtype=torch.int64), 10).is_full
+    assert DraftVocab.from_offsets(torch.zeros(10, dtype=torch.int64), 10)[0].is_full
+
+
+def test_ids_by_frequency_are_sorted_and_name_their_rows() -> None:
+    # The ids 5, 1, 9, 0, the most frequent first.
+    for d2t, t2d in ((ids(5, 0, 7, -3), None), (ids(5, 0, 7, -3), small().build_mask())):
+        vocab, rows = DraftVocab.from_offsets(d2t, 10, t2d)
+        assert vocab.ids.tolist() == [0, 1, 5, 9]
+        assert rows.tolist() == [3, 1, 0, 2]
+    # Offsets of the ids 3 and 1, or the ids 3 and 0.
+    offsets = DraftVocab(ids(1, 3), 10)
+    vocab, rows = DraftVocab.from_offsets(ids(3, 0), 10, offsets.build_mask())
+    assert (vocab.ids.tolist(), rows.tolist()) == ([1, 3], [1, 0])
+    with pytest.raises(InputError, match=r"not mark target id 1, .*seems to hold target ids"):
+        DraftVocab.from_offsets(ids(3, 0), 10, DraftVocab(ids(0, 3), 10).build_mask())
 
 
 @pytest.mark.parametrize(
@@ -63,8 +78,12 @@ def test_offsets_round_trip() -> None:
     [
         (ids(0, 0, 8), r"d2t maps draft id 2 to target id 10, outside 0 to 9$"),
         (ids(-1, 0), r"d2t maps draft id 0 to target id -1, outside 0 to 9$"),
-        (ids(0, 3, 2), r"d2t maps draft ids 1 and 2 to target ids 4 and 4: must rise$"),
-        (ids(3, 0), r"d2t maps draft ids 0 and 1 to target ids 3 and 1: must rise$"),
+        (ids(0, 3, 2), r"d2t maps draft ids 1 and 2 to the same target id 4; it seems to hold"),
+        (ids(4, 1, 2, 1, 0), r"d2t maps draft ids 0 and 2 to the same target id 4$"),
+        (
+            ids(3, 0),
+            r"d2t does not rise, and may hold offsets or target ids: add t2d, which tells$",
+        ),
         (ids(0, 1, 5, 9), r"target id 12, outside 0 to 9; it seems to hold target ids"),
         (torch.tensor([0.0, 1.0]), r"d2t is torch.float32 \[2\]: must be \[Vd\] int64"),
         (torch.zeros(1, 4, dtype=torch.int64), r"d2t is torch.int64 \[1, 4\]: must"),
