@@ -35,6 +35,10 @@ OF_ENGINES = ("k_scale", "v_scale", "kv_scale", "_extra_state")
 """Scales of quantised caches in serving engines, and states of layers trained in FP8, which no
 weight needs."""
 LONGEST_REASON = 300
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of a config that count layers for multi-token prediction, which follow the others."""
+MTP_WEIGHTS = {"enorm.weight", "hnorm.weight", "eh_proj.weight"}
+"""Names of weights, within a layer, that only a layer for multi-token prediction has."""
 
 
 def load_tensor_table(file: Path) -> dict[str, dict[str, Any]]:
@@ -103,8 +107,8 @@ def check_complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> An
 def check_unused_weights(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuse unused weights that should change the computation; print other unused weights.
 
-    These are weights of computing modules, of existing layers and of adapters. Whole further layers
-    and modules, such as those for multi-token prediction, do not change it.
+    These are weights of computing modules, of existing and further layers, and of adapters. Layers
+    for multi-token prediction and whole further modules do not change it.
 
     Args:
         config: target settings.
@@ -112,11 +116,12 @@ def check_unused_weights(config: TargetConfig, model: nn.Module, unexpected: Ite
         unexpected: names of weights in the files that the model lacks.
 
     Raises:
-        InputError: naming the first such weight.
+        InputError: naming the first such weight, or both numbers of layers.
     """
     buffers = {name for name, _ in model.named_buffers()}
     modules = dict(model.named_modules())
     computing, beside = [], set()
+    further: dict[tuple[str, int], list[str]] = {}
     for key in sorted(unexpected):
         if key in buffers or key.endswith(CONSTANTS + OF_ENGINES):
             continue
@@ -125,6 +130,9 @@ def check_unused_weights(config: TargetConfig, model: nn.Module, unexpected: Ite
         within = [modules[".".join(parts[:n])] for n in range(depth + 1)]
         # The path of a further layer ends at the list of existing layers.
         in_layer = any(isinstance(module, nn.ModuleList) for module in within[:-1])
+        if isinstance(within[-1], nn.ModuleList) and not in_layer and parts[depth].isdigit():
+            layer = (".".join(parts[:depth]), int(parts[depth]))
+            further.setdefault(layer, []).append(".".join(parts[depth + 1 :]))
         if in_layer or not list(within[-1].children()) or "lora_" in key:
             computing.append(key)
         else:
@@ -142,12 +150,35 @@ def check_unused_weights(config: TargetConfig, model: nn.Module, unexpected: Ite
             f"target.path={config.path}: its files hold weights that {type(model).__name__} would "
             f"leave out and compute something else: {first}{more}. {advice}"
         )
+    _check_layer_count(config, model, further)
     if beside:
         print(  # noqa: T201
             f"target.path={config.path}: left out, as the language model does not use them: "
             f"{', '.join(sorted(beside))}",
             file=sys.stderr,
         )
+
+
+def _check_layer_count(
+    config: TargetConfig, model: nn.Module, further: dict[tuple[str, int], list[str]]
+) -> None:
+    """Refuse files with more decoder layers than a model.
+
+    Args:
+        config: target settings.
+        model: loaded model.
+        further: names of weights within a layer, by the list and the number of the layer.
+    """
+    text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    num_promised = max(getattr(text, key, None) or 0 for key in MTP_COUNTS)
+    for (name, number), weights in sorted(further.items(), reverse=True):
+        num_layers = len(model.get_submodule(name))  # type: ignore[arg-type]
+        if number >= num_layers + num_promised and not MTP_WEIGHTS.intersection(weights):
+            raise InputError(
+                f"target.path={config.path}: its config.json asks for {num_layers} layers "
+                f"({name}), but its files hold {number + 1}, so the model would compute something "
+                f"else. Set num_hidden_layers={number + 1} there, or name the right model"
+            )
 
 
 def can_read_quantization(model_config: Any) -> bool:

@@ -14,9 +14,10 @@ from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.settings.target import Quantization, TargetConfig
+from heads.mtp.families import FAMILIES
 from heads.target_model import load
 from heads.target_model.load import load_config, load_model
-from heads.target_model.weight_files import can_read_quantization
+from heads.target_model.weight_files import MTP_COUNTS, MTP_WEIGHTS, can_read_quantization
 from tests.eval.decode.test_engine import OWN
 
 Weights = dict[str, Tensor]
@@ -117,7 +118,8 @@ def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, cap
 
     def change(weights: Weights, name: str) -> None:
         weights[name] = weights[name].double()
-        weights[name.replace(".0.", ".9.", 1)] = weights[name].clone()
+        layer = name.split(".0.", maxsplit=1)[0] + ".9."
+        weights |= {f"{layer}{each}": torch.ones(3) for each in ("enorm.weight", "mlp.w.weight")}
         weights["value_head.weight"] = torch.ones(3)
         weights[f"{name.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of an engine's cache
         weights[name.split(".0.", maxsplit=1)[0] + ".0.rotary_emb.cos_cached"] = torch.ones(3)
@@ -132,6 +134,62 @@ def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, cap
     index = {"weight_map": dict.fromkeys(load_file(folder / WEIGHTS), "nowhere.safetensors")}
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
     assert loaded(folder).keys() == before.keys()  # one file comes first
+
+
+def shortened(folder: Path, family: str, num_layers: int, **changes: Any) -> Path:
+    """A folder of four layers, whose config asks for fewer."""
+    save_target(folder, family, num_hidden_layers=4)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types"):
+        if name in config:
+            config[name] = config[name][:num_layers]
+    config |= {"num_hidden_layers": num_layers, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "gpt_oss"])
+def test_a_config_with_fewer_layers_than_the_files_is_refused(tmp_path: Path, family: str) -> None:
+    folder = shortened(tmp_path / "model", family, 2)
+    said = (
+        rf"^target\.path={folder}: its config\.json asks for 2 layers \(model\.layers\), but its "
+        r"files hold 4, .*Set num_hidden_layers=4 there, or name the right model$"
+    )
+    with pytest.raises(InputError, match=said):
+        loaded(folder)
+    whole = shortened(tmp_path / "whole", family, 4)
+    assert len(loaded(whole)) > 0
+
+
+def test_layers_that_the_config_counts_for_more_tokens_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    counted = shortened(tmp_path / "model", "llama", 3, num_nextn_predict_layers=1)
+    assert not any(".layers.3." in name for name in loaded(counted))
+    assert "left out, as the language model does not use them: model.layers.3\n" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(InputError, match=r"asks for 2 layers .* hold 4"):
+        loaded(shortened(tmp_path / "short", "llama", 2, num_nextn_predict_layers=1))
+
+
+def test_every_family_of_layers_for_more_tokens_is_known_by_its_weights_or_config() -> None:
+    counts = {key for family in FAMILIES.values() for key in family.counts}
+    assert counts == set(MTP_COUNTS)
+    for family in FAMILIES.values():
+        names = {name.partition("{n}.")[2] for name in family.names.values() if "{n}." in name}
+        assert not names or names >= MTP_WEIGHTS
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_fewer_experts_than_the_files_hold_are_refused(tmp_path: Path, family: str) -> None:
+    folder = shortened(tmp_path / "model", family, 4)
+    config = json.loads((folder / "config.json").read_text())
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    assert config[key] > 2
+    (folder / "config.json").write_text(json.dumps(config | {key: 2}))
+    with pytest.raises(InputError, match=r"^target\.path="):
+        loaded(folder)
 
 
 def quantised(folder: Path, scales: str, how: dict[str, Any] | None) -> Path:
