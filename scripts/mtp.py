@@ -29,8 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.folders import find_weight_files, locate_head
-from heads.kinds import load_local_head
+from heads.folders import find_head_gguf, find_weight_files, locate_head
 from heads.mtp.checkpoint import (
     count_declared_layers,
     count_decoder_layers,
@@ -55,12 +54,14 @@ def main(config: MtpFilesRun) -> None:
     folder = locate_head(target, config.target.revision)
     if config.action is MtpAction.stitch:
         head = load_mtp_layer(
-            locate_head(str(config.head.path), config.head.revision), str(config.head.path)
+            locate_head(str(config.head.path), config.head.revision),
+            str(config.head.path),
+            "head.path",
         )
         files = stitch_layer(folder, head, Path(config.out_dir))
         print(f"wrote {config.out_dir}; its MTP layer is in {', '.join(files)}")
         return
-    head = load_mtp_layer(folder, target)
+    head = load_mtp_layer(folder, target, "target.path")
     if config.action is MtpAction.extract:
         head.save(Path(config.out_dir), {"target": target, "extracted": True})
         print(f"wrote {config.out_dir}: measure it with head.path={config.out_dir}")
@@ -82,16 +83,20 @@ def main(config: MtpFilesRun) -> None:
         )
 
 
-def load_mtp_layer(folder: Path, path: str) -> MtpHead:
-    """Load the MTP layer in a folder as a head.
+def load_mtp_layer(folder: Path, path: str, key: str) -> MtpHead:
+    """Load the MTP layer in a folder, named by setting `key`, as a head.
 
     Raises:
         InputError: no layer, or an incomplete one.
     """
-    head = load_local_head(folder, path)
-    if not isinstance(head, MtpHead):
+    try:
+        head = None if find_head_gguf(folder) else MtpHead.from_folder(folder, path, None)
+    except InputError as error:
+        # A reader of heads cannot know that the setting is another.
+        raise InputError(str(error).replace("head.path=", f"{key}=", 1)) from error
+    if head is None:
         raise InputError(
-            f"{path}: {head.name_with_article}; name an MTP layer, or a model that has one"
+            f"{key}={path}: has no MTP layer; name a model that has one, or a layer of train/mtp.py"
         )
     return head
 

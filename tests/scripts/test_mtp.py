@@ -9,6 +9,7 @@ import torch
 from mtp_targets import saved, target_with_layer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from toys import save_target
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
@@ -289,6 +290,22 @@ def test_a_quantised_model_must_say_that_the_layer_is_none(
             len(load_model_config(folder)["quantization_config"]["ignore"]) == len(listed) + missing
         )
     run(MtpAction.check, folder, tmp_path / "none")
+
+
+@pytest.mark.parametrize("action", [MtpAction.check, MtpAction.extract])
+def test_a_target_without_a_layer_is_named(tmp_path: Path, action: MtpAction) -> None:
+    plain = save_target(tmp_path / "plain", num_hidden_layers=8)
+    with pytest.raises(InputError, match=rf"^target\.path={plain}: has no MTP layer; name a model"):
+        run(action, plain, tmp_path / "out")
+    gone = saved(tmp_path / "gone", "MiMoForCausalLM")
+    index = json.loads((gone / "model.safetensors.index.json").read_text())["weight_map"]
+    kept = {name: file for name, file in index.items() if ".mtp_layers." not in name}
+    (gone / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+    (gone / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InputError, match=rf"^target\.path={gone}: config\.json names 1 MTP layers"):
+        run(action, gone, tmp_path / "out")
+    with pytest.raises(InputError, match=rf"^head\.path={plain}: has no MTP layer"):
+        run(MtpAction.stitch, gone, tmp_path / "out", plain)
 
 
 def test_settings_that_say_nothing_are_refused(tmp_path: Path) -> None:
