@@ -247,7 +247,7 @@ def _widen_to_float32(model: Any) -> Iterator[float]:
     """
     before = _find_floats(model)
     narrow = [tensor for tensor in before if tensor.element_size() == 2]
-    own_dtype, config = model.dtype, model.config
+    own_dtype, config = model.dtype, model.config.get_text_config()
     is_wide = not getattr(model, "is_quantized", False) and _has_room(narrow)
     dtypes = {id(tensor): tensor.dtype for tensor in before}
     # A layer rounds about 16 results, one after another. Errors of either sign add up as their
