@@ -5,15 +5,21 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
+import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+import psutil
 import xxhash
-from filelock import FileLock, Timeout
 
 from conf.errors import InputError
 
@@ -28,6 +34,14 @@ FINAL = (errno.ENOSPC, errno.ENOENT, errno.EACCES)
 SAFETENSORS_SUFFIX = ".safetensors"
 READ_BYTES = 1 << 24
 """Bytes that are read at once from a file of any size."""
+LOCK_NAME = ".lock"
+"""Name of the file that a process holds while it writes into a folder."""
+BEAT_S = 5.0
+"""Seconds between signs of life of a lock's owner."""
+STALE_S = 60.0
+"""Seconds without a sign of life after which an owner on another machine counts as dead."""
+POLL_S = 0.2
+"""Seconds between looks at a lock that another process holds."""
 Result = TypeVar("Result")
 
 
@@ -135,24 +149,187 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryv
     partial.replace(path)
 
 
-def lock_file(path: Path) -> FileLock:
+@dataclass(frozen=True)
+class LockOwner:
+    """Process that a lock file names.
+
+    Attributes:
+        text: content of the file: host, process id, random token, start of the process, machine.
+        stamp: time of the owner's last sign of life, in ns of the file system's clock.
+    """
+
+    text: str
+    stamp: int
+
+    def __str__(self) -> str:
+        host, pid = self._fields[:2]
+        return f"process {pid} on {host}" if pid else "a process that has not written its name yet"
+
+    @property
+    def _fields(self) -> list[str]:
+        return f"{self.text}{' ' * 4}".split(" ", 4)
+
+    def is_alive(self) -> bool | None:
+        """Tell whether the process lives; None for a process of another machine.
+
+        A process id alone may be another process's by now, so the start of the process counts too.
+        A container may have its host's name, but not its processes, so its machine is another.
+        """
+        host, pid, _, start, machine = self._fields
+        if host != socket.gethostname() or machine.strip() not in ("", _find_machine()):
+            return None
+        found = _find_process_start(pid)
+        return bool(found) and start in ("", found)
+
+
+class HeldLock:
+    """Lock that this process holds until `release`, or until its end.
+
+    A thread moves the file's time stamp, so that other machines see that the owner lives. After
+    `STALE_S` without a sign of life another machine takes the lock over.
+    """
+
+    def __init__(self, path: Path, text: str) -> None:
+        done, pid = threading.Event(), os.getpid()
+
+        def give_signs() -> None:
+            while not done.wait(BEAT_S):
+                with suppress(OSError):
+                    os.utime(path)
+
+        thread = threading.Thread(target=give_signs, daemon=True)
+        thread.start()
+
+        def release() -> None:
+            if os.getpid() != pid:  # a fork holds nothing
+                return
+            done.set()
+            thread.join()
+            owner = find_lock_owner(path)
+            if owner is not None and owner.text == text:
+                path.unlink(missing_ok=True)
+
+        self.release = weakref.finalize(self, release)  # also at the end of the interpreter
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class LockWatch:
+    """Attempts to take a lock that another process may hold.
+
+    Attributes:
+        path: path of the lock file.
+        owner: owner at the last look, if any.
+        is_alive: whether the owner lives; None until a process of another machine has given a sign.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.owner: LockOwner | None = None
+        self.is_alive: bool | None = None
+        self._since = 0.0
+
+    def try_lock(self) -> HeldLock | None:
+        """Take the lock if it is free or its owner is dead; otherwise look at the owner.
+
+        Raises:
+            OSError: the lock file cannot be written.
+        """
+        text = (
+            f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} "
+            f"{_find_process_start(os.getpid())} {_find_machine()}"
+        )
+        while True:
+            with suppress(FileExistsError), self.path.open("x") as file:
+                file.write(text)
+                return HeldLock(self.path, text)
+            owner, now = find_lock_owner(self.path), time.monotonic()
+            if owner is None:
+                continue
+            alive = owner.is_alive()
+            if owner != self.owner:
+                # Clocks of machines differ, so the stamp only has to move, as seen from here.
+                alive = True if alive is None and self.owner is not None else alive
+                self.owner, self._since, self.is_alive = owner, now, alive
+            if alive is None and now - self._since > STALE_S:
+                alive = False
+            if alive is not False:
+                return None
+            self._remove_dead(owner)
+
+    def _remove_dead(self, owner: LockOwner) -> None:
+        """Remove the lock of a dead owner, unless another process has taken it over meanwhile."""
+        aside = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}.tmp")
+        with suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if aside.read_text() == owner.text:
+                aside.unlink()
+            else:
+                aside.replace(self.path)
+
+
+def find_lock_owner(path: Path) -> LockOwner | None:
+    """Find the owner that a lock file names; None without a file."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return LockOwner(path.read_text(), path.stat().st_mtime_ns)
+    return None
+
+
+def make_lock_error(path: Path, owner: LockOwner) -> InputError:
+    """Make the error about a lock file's living owner."""
+    return InputError(
+        f"{path.parent}: another process is writing here: {owner}; wait for its end, or name "
+        f"another folder (if that process is gone, delete {path})"
+    )
+
+
+def lock_file(path: Path) -> HeldLock:
     """Lock a file until the lock is released or this process ends.
+
+    A dead owner's lock is taken over. A process of this machine is looked up. A process of another
+    machine is dead if it gives no sign of life for `STALE_S`, for which this function waits.
 
     Raises:
         InputError: another process holds the lock, or the file cannot be written.
     """
-    lock = FileLock(path, timeout=0)
+    watch = LockWatch(path)
     try:
-        lock.acquire()
-    except Timeout as error:
-        raise InputError(
-            f"{path.parent}: another process is writing here; wait for it or name another folder"
-        ) from error
+        while (lock := watch.try_lock()) is None:
+            assert watch.owner is not None
+            if watch.is_alive:
+                raise make_lock_error(path, watch.owner)
+            time.sleep(POLL_S)
     except OSError as error:
         raise InputError(
             f"{path}: cannot be written: {error.strerror}; name another folder"
         ) from error
     return lock
+
+
+def _find_process_start(pid: str | int) -> str:
+    """Find when a process of this machine started, in its own units; empty if it has ended."""
+    try:
+        if not Path("/proc/self/stat").exists():
+            return str(psutil.Process(int(pid)).create_time())
+        # Ticks since the machine's start, which no change of its clock moves.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, ValueError, IndexError, psutil.Error):
+        return ""
+
+
+@cache
+def _find_machine() -> str:
+    """Find the start of this machine and its table of processes; empty where unknown."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def retry_io(action: Callable[[], Result], attempts: int = 4, wait_s: float = 0.5) -> Result:

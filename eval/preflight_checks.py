@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.command.environment import check_device_map
 from conf.command.help_pages import check_setting_exists
 from conf.errors import InputError
-from conf.files import check_out_dir
+from conf.files import LOCK_NAME, check_out_dir, find_lock_owner, make_lock_error
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, MeasureRun, SpeedupRun
 from conf.settings.training import TrainRun
@@ -95,8 +95,12 @@ def check_training(config: TrainRun) -> None:
     """Refuse a used `out_dir`, and a target, data or head that do not exist.
 
     Raises:
-        InputError: naming the setting.
+        InputError: naming the setting, or the process that trains there.
     """
+    lock = Path(config.out_dir) / LOCK_NAME
+    owner = find_lock_owner(lock)
+    if owner is not None and owner.is_alive():
+        raise make_lock_error(lock, owner)
     check_run_folder(Path(config.out_dir), config.train.resume)
     check_inputs(config)
 
@@ -109,7 +113,7 @@ def check_run_folder(out_dir: Path, resume: str | None) -> None:
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"out_dir={out_dir}: is a file; name a folder")
-    taken = out_dir.is_dir() and any(out_dir.iterdir())
+    taken = out_dir.is_dir() and any(path.name != LOCK_NAME for path in out_dir.iterdir())
     inside = resume == "auto" or (
         resume is not None and Path(resume).resolve().is_relative_to(out_dir.resolve())
     )

@@ -10,7 +10,7 @@ machines the folder must be visible to all. A second start continues.
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,6 @@ from conf.errors import InputError
 from conf.files import (
     compute_file_checksum,
     find_local_path,
-    lock_file,
-    make_folder,
     retry_io,
     write_atomically,
 )
@@ -104,6 +102,7 @@ from train.loop import evaluation
 from train.loop.evaluation import select_heldout_prompts
 from train.loop.sources import find_longest_document
 from train.loss.topk import fast_topk
+from train.parallel.processes import hold_folder
 
 # Letters of shapes: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k
 # teacher tokens.
@@ -129,9 +128,7 @@ def capture(config: CaptureRun, shard_bytes: int) -> None:
     work.plan.check_folder(work.folder)
     check_disk(work, print_sizes=state.is_main_process)
     state.wait_for_everyone()  # all have read the folder
-    make_folder(work.folder)
-    lock = lock_file(work.folder / ".lock") if state.is_main_process else nullcontext()
-    with lock, report_write_errors(work.folder, state):
+    with hold_folder(state, work.folder), report_write_errors(work.folder, state):
         if state.is_main_process:
             work.plan.save(work.folder)
         state.wait_for_everyone()

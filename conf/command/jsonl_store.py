@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conf.command.run_record import check_unchanged
 from conf.errors import InputError
-from conf.files import lock_file, make_folder, write_atomically
+from conf.files import LOCK_NAME, lock_file, make_folder, write_atomically
 
 ROWS_NAME = "conversations.jsonl"
 MANIFEST_NAME = "manifest.json"
@@ -46,7 +46,7 @@ class JsonlStore:
         self.done_ids: set[int] = set()
         self.num_dropped_bytes = 0
         make_folder(out_dir)
-        self._lock = lock_file(out_dir / ".lock")
+        self._lock = lock_file(out_dir / LOCK_NAME)
         with contextlib.ExitStack() as unless_opened:
             unless_opened.callback(self._lock.release)
             _check_manifest(self.path, manifest)

@@ -13,15 +13,11 @@ One process prepares missing data while the others wait (`hold_lock`).
 
 import hashlib
 import json
-import os
-import socket
 import sys
-import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -36,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.command.run_record import compute_code_checksum, to_json
 from conf.errors import InputError
-from conf.files import READ_BYTES, SAFETENSORS_SUFFIX, cache_dir
+from conf.files import POLL_S, READ_BYTES, SAFETENSORS_SUFFIX, LockWatch, cache_dir
 from conf.settings.data import Form, OnBadRow, PackedConfig
 from data.prepared import tokenise
 from data.prepared.packing import TokenChunk, TokenisedSamples
@@ -65,12 +61,6 @@ CONTENT_SETTINGS = ("form", "columns", "subset", "split", "chat_template_kwargs"
 """Data settings that decide the samples of a row."""
 NON_CONTENT_SETTINGS = ("num_proc", "prepared_dir")
 """Data settings that change neither the samples nor their packing."""
-BEAT_S = 5.0
-"""Seconds between updates of a lock by its holder."""
-STALE_S = 60.0
-"""Seconds without an update after which a holder counts as dead."""
-POLL_S = 0.2
-"""Seconds between looks at a lock that another process holds."""
 
 
 @dataclass(frozen=True)
@@ -380,8 +370,8 @@ def hold_lock(
     """Hold a lock between machines, or wait until its holder's result is ready.
 
     The lock is a file whose time stamp the holder keeps updating, as system locks do not work on
-    every network file system. After a holder was cut off for a minute, a second process can hold
-    the lock too. Use it to save work, not to protect data.
+    every network file system. After a holder was cut off for a minute, a process of another machine
+    can hold the lock too. Use it to save work, not to protect data.
 
     Args:
         path: path of the lock.
@@ -394,75 +384,14 @@ def hold_lock(
     Raises:
         OSError: the folder cannot be written.
     """
-    own_name = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
-    if not _take_lock(path, own_name, ready, report_waiting):
-        yield False
-        return
-    done = threading.Event()
-
-    def update_stamp() -> None:
-        while not done.wait(BEAT_S):
-            with suppress(OSError):
-                os.utime(path)
-
-    updating = threading.Thread(target=update_stamp, daemon=True)
-    updating.start()
-    try:
-        yield True
-    finally:
-        done.set()
-        updating.join()
-        if _read_holder(path)[0] == own_name:
-            path.unlink(missing_ok=True)
-
-
-def _take_lock(
-    path: Path, own_name: str, ready: Callable[[], bool], report_waiting: Callable[[str], None]
-) -> bool:
-    """Wait for the lock and take it; return False once the holder's result is ready."""
-    last_holder, since, reported = ("", 0), time.monotonic(), False
-    while not _create_lock_file(path, own_name):
+    watch, reported = LockWatch(path), False
+    while (lock := watch.try_lock()) is None:
         if ready():
-            return False
-        holder, now = _read_holder(path), time.monotonic()
-        if holder != last_holder:
-            # Clocks of machines differ, so the stamp only has to move, as seen from here.
-            last_holder, since = holder, now
-        host, pid, _ = f"{holder[0]}  ".split(" ", 2)
-        if now - since > STALE_S or _is_process_dead(host, pid):
-            path.unlink(missing_ok=True)
-            continue
-        if pid and not reported:
+            yield False
+            return
+        if not reported and watch.owner is not None:
             reported = True
-            report_waiting(f"process {pid} on {host}")
+            report_waiting(str(watch.owner))
         time.sleep(POLL_S)
-    return True
-
-
-def _create_lock_file(path: Path, own_name: str) -> bool:
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w") as file:
-        file.write(own_name)
-    return True
-
-
-def _read_holder(path: Path) -> tuple[str, int]:
-    """Read the name of a lock's holder and the time of its last update; ("", 0) without a file."""
-    with suppress(FileNotFoundError):
-        return path.read_text(), path.stat().st_mtime_ns
-    return "", 0
-
-
-def _is_process_dead(host: str, pid: str) -> bool:
-    if host != socket.gethostname() or not pid:
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    with lock:
+        yield True

@@ -41,7 +41,7 @@ from omegaconf import OmegaConf
 
 from conf.command.run_record import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
-from conf.files import lock_file, write_atomically
+from conf.files import LOCK_NAME, lock_file, write_atomically
 from conf.settings.data import DataRun, RowsConfig
 from conf.settings.scripts import ContestPart
 from conf.settings.target import TargetConfig
@@ -77,7 +77,7 @@ def main(config: ContestRun) -> None:
     out_dir = Path(config.out_dir).absolute()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(out_dir / ".lock")
+        lock = lock_file(out_dir / LOCK_NAME)
     except OSError as error:
         raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
     with lock, raise_on_sigterm():

@@ -21,10 +21,10 @@ from conf.command.run_record import collect_provenance, make_fingerprint, to_jso
 from conf.errors import InputError
 from conf.settings.checks import AUTO
 from conf.settings.training import Optimizer, Schedule, TrainConfig, TrainRun
-from data.features.store_reader import TrainingData
+from data.features.store_reader import FeatureStore, TrainingData
 from data.prepared.packing import PackedDataset
 from data.servers.http_client import Endpoint
-from eval.preflight_checks import check_training
+from eval.preflight_checks import check_run_folder, check_training
 from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from heads.target_model.dequantise import resolve_target_folder
@@ -173,7 +173,6 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
         measure: function from settings, source and objective to further figures for evaluations,
             see `Measure`.
     """
-    out_dir = Path(config.out_dir)
     check_training(config)
     if config.data.features is None and config.target.path is not None:
         resolve_target_folder(
@@ -181,6 +180,21 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
         )  # before ZeRO-3, which shards weights while they are read
     store = None if config.data.features is None else load_store(config.data, config.target)
     accelerator = processes.start_accelerator(config.train)
+    with processes.hold_folder(accelerator, Path(config.out_dir)):
+        check_run_folder(Path(config.out_dir), config.train.resume)  # another run may have ended
+        _train_locked(config, build, measure, store, accelerator)
+    processes.end_processes(accelerator)
+
+
+def _train_locked(
+    config: TrainRun,
+    build: Build,
+    measure: Measure,
+    store: FeatureStore | None,
+    accelerator: Accelerator,
+) -> None:
+    """Train as `train_head` does, in a launch that holds `out_dir`."""
+    out_dir = Path(config.out_dir)
     check_compile("train.compile", config.train.compile, accelerator.device.type)
     source = (
         load_target_source(config, accelerator)
@@ -250,7 +264,6 @@ def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_e
             run_record.print_next_command(
                 "train", build_measure_settings(config, source.target.name)
             )
-    processes.end_processes(accelerator)
 
 
 def resolve_length(

@@ -2,16 +2,20 @@
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, utils
+from accelerate import Accelerator, PartialState, utils
 from transformers.integrations import unset_hf_deepspeed_config
 
 from conf.command.environment import check_launch
 from conf.errors import InputError
+from conf.files import LOCK_NAME, lock_file, make_folder
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, TrainConfig
 from heads.devices import warn_if_slow
@@ -88,6 +92,35 @@ def wait_for_processes() -> None:
 def _make_patient_group(_world: Any) -> Any:
     """Make a process group once per world, on all processes at the same time."""
     return torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+
+
+@contextmanager
+def hold_folder(state: Accelerator | PartialState, folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder on the main process; the folder is made if it is missing.
+
+    All processes of the launch call this.
+
+    Raises:
+        InputError: on every process, if another launch writes there.
+    """
+    is_new, lock, refusal = not folder.exists(), None, [""]
+    if state.is_main_process:
+        try:
+            make_folder(folder)
+            lock = lock_file(folder / LOCK_NAME)
+        except InputError as error:
+            refusal = [str(error)]
+    wait_for_processes()  # the main process may wait for a sign of another machine
+    if utils.broadcast_object_list(refusal)[0]:
+        raise InputError(refusal[0])
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+            if is_new:
+                with suppress(OSError):  # keeps what is in it
+                    folder.rmdir()
 
 
 def end_processes(accelerator: Accelerator) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.prepared import dataset_cache as lock
+from conf import files as lock
+from data.prepared import dataset_cache
 from data.prepared.dataset_cache import hold_lock
 
 HOST = socket.gethostname()
@@ -20,7 +21,7 @@ HOST = socket.gethostname()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.02)
-    monkeypatch.setattr(lock, "POLL_S", 0.01)
+    monkeypatch.setattr(dataset_cache, "POLL_S", 0.01)
 
 
 def never() -> bool:
