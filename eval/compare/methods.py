@@ -129,19 +129,23 @@ def choose_methods(
     Raises:
         InputError: a method lacks its head, draft model, prompts or batch size.
     """
-    known = MethodBuilder(measurement, config).list_makers()
+    builder = MethodBuilder(measurement, config)
+    known = builder.list_makers()
     if "all" in config.methods:
-        if "early_exit" in known and "skip_layers" not in known and measurement.is_main_process:
-            Console(stderr=True).print(
-                "skip_layers is left out: it searches layers on prompts that are not measured, "
-                "but all are measured; lower data.num_prompts or set self_draft.skip"
-            )
+        if measurement.is_main_process:
+            for name, why in builder.obstacles.items():
+                Console(stderr=True).print(f"{name} is left out: {why}", highlight=False)
         return known
     missing = sorted(set(config.methods) - set(known))
     if missing:
         needed = list_methods()
-        needs = ", ".join(f"{name} ({needed[strip_head_number(name)]})" for name in missing)
-        raise InputError(f"methods={missing}: needs {needs}; available here: {', '.join(known)}")
+        reasons = "; ".join(
+            f"{name}: {builder.obstacles[name]}"
+            if name in builder.obstacles
+            else f"needs {name} ({needed[strip_head_number(name)]})"
+            for name in missing
+        )
+        raise InputError(f"methods={missing}: {reasons}; available here: {', '.join(known)}")
     return {name: known[name] for name in known if name in (*BASELINES, *config.methods)}
 
 
@@ -177,10 +181,15 @@ def _search_layers_to_skip(measurement: Measurement, config: SpeedupRun) -> dict
 
 
 class MethodBuilder:
-    """Makes methods from the settings of a run."""
+    """Makes methods from the settings of a run.
+
+    Attributes:
+        obstacles: reasons why methods whose settings are given are not among the makers, by name.
+    """
 
     def __init__(self, measurement: Measurement, config: SpeedupRun) -> None:
         self.measurement, self.config = measurement, config
+        self.obstacles: dict[str, str] = {}
         self.target, self.sampling = measurement.target, measurement.sampling
 
     def list_makers(self) -> dict[str, Callable[..., Method]]:
@@ -229,6 +238,11 @@ class MethodBuilder:
             makers["early_exit"] = self._build_early_exit_method
             if self.measurement.spare_prompts or self.config.self_draft.skip is not None:
                 makers["skip_layers"] = self._build_skip_layers_method
+            else:
+                self.obstacles["skip_layers"] = (
+                    "it searches layers on prompts that are not measured, but all are measured; "
+                    "lower data.num_prompts or set self_draft.skip"
+                )
         return makers
 
     def _build_engine_method(
@@ -297,6 +311,8 @@ class MethodBuilder:
         pack_weights(model.model, model.output_head)
         model.output_head = self._select_drafting_ends(model).output_head
         if not has_same_tokenizer(self.target, model):
+            for name in ("draft_tree", "generate_assisted"):
+                self.obstacles[name] = "the tokenizer of draft.path is not the target's"
             return {"draft_chain": partial(self._build_cross_tokenizer_method, model)}
         makers: dict[str, Callable[[], Method]] = {
             "draft_chain": partial(self._build_draft_chain_method, model),
@@ -305,12 +321,10 @@ class MethodBuilder:
         # transformers takes differently padded vocabularies for different tokenizers.
         sizes = {self.target.config.vocab_size, model.config.vocab_size}
         if single and len(sizes) > 1:
-            asked = {"all", "generate_assisted"} & {*self.config.methods}
-            if asked and self.measurement.is_main_process:
-                Console(stderr=True).print(
-                    "generate_assisted is left out: transformers' assisted generation refuses "
-                    f"vocabularies of {sorted(sizes)} rows"
-                )
+            self.obstacles["generate_assisted"] = (
+                "transformers' assisted generation refuses vocabularies of "
+                f"{' and '.join(map(str, sorted(sizes)))} rows; name another draft.path"
+            )
         elif single:
             apply_generation_config(model, plain=True)
             config = model.model.generation_config
