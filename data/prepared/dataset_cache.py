@@ -44,7 +44,7 @@ from data.prepared.tokenise import (
     num_cores,
     write_shard_file,
 )
-from data.rows import data_files, field_checks, messages, records
+from data.rows import data_files, field_checks, messages, records, row_digests
 from data.rows.data_files import DataSource, find_source, iter_rows
 from data.rows.records import NUM_ROWS_TO_DETECT, detect_form
 from data.templates import chat_template, record_encoder, turns
@@ -53,6 +53,7 @@ from data.templates.record_encoder import RecordEncoder
 INDEX = "index.json"
 SAMPLE_MODULES = (
     record_encoder, data_files, records, messages, chat_template, tokenise, turns, field_checks,
+    row_digests,
 )  # fmt: skip
 """Modules that turn rows into samples. The folder's key holds a checksum of their code, so a change
 to one of them prepares the data anew."""
@@ -74,6 +75,8 @@ class PreparedFolder:
         num_records: number R of well-formed rows.
         samples: untruncated samples of all records.
         record_of_sample: [N] int64 record of each sample.
+        copies: [R] uint64 digest of each record's token ids; copies have the same.
+        prompts: [R] uint64 digest of each record's first prompt.
         refused_records: [n] int64 records that cannot be rendered.
         bad_row_messages: one message per malformed or refused row, in row order.
         malformed_locations: places of the malformed rows.
@@ -89,6 +92,8 @@ class PreparedFolder:
     num_records: int
     samples: TokenisedSamples
     record_of_sample: np.ndarray
+    copies: np.ndarray
+    prompts: np.ndarray
     refused_records: np.ndarray
     bad_row_messages: list[str]
     malformed_locations: frozenset[str]
@@ -312,7 +317,7 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
         tqdm.write(f"{folder}: damaged files are made again: {names}", file=sys.stderr)
         (folder / INDEX).unlink(missing_ok=True)
         return None
-    pieces, lengths, record = [], [], []
+    pieces, lengths, record, copies, prompts = [], [], [], [], []
     refused: list[int] = []
     malformed: list[str] = []
     unread, unrendered = Counter[str](), Counter[str]()
@@ -323,6 +328,8 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
             pieces.append(TokenChunk(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
             lengths.append(file.get_tensor("lengths").numpy())
             record.append(file.get_tensor("record").numpy() + num_records)
+            copies.append(file.get_tensor("copies").numpy())
+            prompts.append(file.get_tensor("prompts").numpy())
         malformed += [
             _find_source_root(source) + bad.place for bad in shard.bad if bad.record is None
         ]
@@ -338,6 +345,8 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
         num_records=num_records,
         samples=TokenisedSamples(pieces, np.concatenate(lengths), highest=highest),
         record_of_sample=np.concatenate(record),
+        copies=np.concatenate(copies),
+        prompts=np.concatenate(prompts),
         refused_records=np.array(refused, dtype=np.int64),
         bad_row_messages=[
             _format_bad_row(source, bad) for shard in index.shards for bad in shard.bad

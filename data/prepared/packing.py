@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from conf.errors import InputError
+from data.rows.row_digests import PromptDigests
 from data.templates.record_encoder import Sample
 
 WINDOW = 16384
@@ -174,6 +175,7 @@ class PackedDataset(Dataset):
         seed: int,
         pad_id: int = 0,
         place: Callable[[int], str] = "sample {}".format,
+        prompts: Iterable[int] | np.ndarray = (),
     ):
         """Pack samples into sequences. Samples without a learnt token are dropped.
 
@@ -184,7 +186,9 @@ class PackedDataset(Dataset):
             seed: seed of the packing and of the order of sequences.
             pad_id: token id of the padding.
             place: function that names the place of sample i, from 0.
+            prompts: digests of the first prompts of the samples' records.
         """
+        self.prompts = PromptDigests.from_values(prompts)
         self.max_length = max_length
         self.pad_id = pad_id
         samples = (

@@ -13,6 +13,7 @@ from conf.settings.data import Form, PackedConfig
 from data.prepared.dataset_cache import PreparedFolder, load_or_prepare_data
 from data.prepared.packing import PackedDataset, TokenisedSamples
 from data.rows.records import format_counts, format_malformed_rows
+from data.rows.row_digests import count_copies
 
 WIDE = 0.1
 """Fraction of padding above which another length is advised. Padding takes as long as text."""
@@ -52,6 +53,14 @@ class DataReport:
     """Number of parts that the chat template does not render, by name."""
     left_out: list[str] = field(default_factory=list)
     """Files of a folder that are not read, with reasons."""
+    eval_sha256: str | None = None
+    """Checksum of the data of `eval_path`."""
+    num_copies: int = 0
+    """Records whose token ids repeat an earlier record of the same path."""
+    num_heldout: int = 0
+    """Held-out records."""
+    num_heldout_known: int = 0
+    """Held-out records whose first prompt is also that of a record to train on."""
 
     def format_lines(self) -> list[str]:
         """Format the report as lines of text."""
@@ -67,6 +76,16 @@ class DataReport:
                 *format_counts("not rendered by the chat template", self.unrendered, "times"),
                 *(f"not read: {name}" for name in self.left_out),
             ]
+            if self.num_copies:
+                left_out.append(
+                    f"copies: {self.num_copies:,} of {self.num_records:,} records repeat an "
+                    "earlier one; every copy is read, and copies are held out together"
+                )
+            if self.num_heldout_known:
+                left_out.append(
+                    f"held out, but trained on: the first prompts of {self.num_heldout_known:,} of "
+                    f"{self.num_heldout:,} records, so held-out figures are too good"
+                )
             lines = [
                 f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} "
                 f"(99%), {longest:,} (longest)",
@@ -103,12 +122,12 @@ def prepare_datasets(
         The training set, the held-out set and the report.
 
     Raises:
-        InputError: bad data, or a set without learnt tokens.
+        InputError: bad data, a set without learnt tokens, or two paths with the same rows.
     """
     path, eval_path = str(config.path), config.eval_path
     folders = [load_or_prepare_data(path, config, tokenizer, progress)]
     if eval_path is None:
-        train, heldout = split_records(folders[0].num_records, config.eval_fraction, seed, path)
+        train, heldout = split_records(folders[0].copies, config.eval_fraction, seed, path)
     else:
         folders.append(load_or_prepare_data(eval_path, config, tokenizer, progress))
         train, heldout = (np.arange(folder.num_records) for folder in folders)
@@ -119,17 +138,25 @@ def prepare_datasets(
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad_id = next(token_id for token_id in ids if token_id is not None)
     sets = [selection.pack_records(config.max_length, seed, pad_id) for selection in selections]
+    digests = [set(each.folder.copies[each.records].tolist()) for each in selections]
+    if eval_path is not None and digests[0] == digests[1]:
+        raise InputError(
+            f"data.eval_path={eval_path}: holds the rows of data.path={path}, so nothing would be "
+            "held out; name other rows, or leave data.eval_path unset to hold out a share"
+        )
     return sets[0], sets[1], _build_report(config, folders, selections, sets)
 
 
 def split_records(
-    num_records: int, fraction: float, seed: int, path: str
+    copies: np.ndarray, fraction: float, seed: int, path: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split records at random into those to train on and those to hold out.
 
+    All copies of a record are on one side, unless there is no other record.
+
     Args:
-        num_records: number of records.
-        fraction: fraction of the records to hold out.
+        copies: [R] digest of each record; copies have the same.
+        fraction: fraction of the records, each copy counted once, to hold out.
         seed: seed of the choice.
         path: path of the data, for the message.
 
@@ -139,13 +166,19 @@ def split_records(
     Raises:
         InputError: there is only one record.
     """
-    if num_records < 2:
+    if len(copies) < 2:
         raise InputError(
             f"data.path={path}: a single record cannot be split; add records, or set data.eval_path"
         )
-    count = min(max(1, round(fraction * num_records)), num_records - 1)
-    chosen = np.zeros(num_records, dtype=np.bool_)
-    chosen[random.Random(seed).sample(range(num_records), count)] = True
+    _, first, group = np.unique(copies, return_index=True, return_inverse=True)
+    if len(first) == 1:  # nothing but copies of one record
+        first = group = np.arange(len(copies))
+    num_groups = len(first)
+    count = min(max(1, round(fraction * num_groups)), num_groups - 1)
+    chosen_groups = np.zeros(num_groups, dtype=np.bool_)
+    in_order = np.argsort(first)  # groups by their first records
+    chosen_groups[in_order[random.Random(seed).sample(range(num_groups), count)]] = True
+    chosen = chosen_groups[group]
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
@@ -184,7 +217,10 @@ class RecordSelection:
                 int(self.folder.record_of_sample[self._sample_numbers[sample]])
             )
 
-        packed = PackedDataset(self.samples, max_length, seed=seed, pad_id=pad_id, place=place)
+        packed = PackedDataset(
+            self.samples, max_length, seed=seed, pad_id=pad_id, place=place,
+            prompts=self.folder.prompts[self.records],
+        )  # fmt: skip
         if packed.num_supervised_tokens:
             return packed
         bad = self.folder.bad_row_messages
@@ -204,6 +240,7 @@ def _build_report(
     selections: list[RecordSelection],
     sets: list[PackedDataset],
 ) -> DataReport:
+    heldout = selections[1]
     num_tokens = sum(packed.num_tokens for packed in sets)
     refused = sum(
         int(np.isin(part.folder.refused_records, part.records).sum()) for part in selections
@@ -232,4 +269,8 @@ def _build_report(
         unread=dict(sum((Counter(folder.unread) for folder in folders), Counter())),
         unrendered=dict(sum((Counter(folder.unrendered) for folder in folders), Counter())),
         left_out=[name for folder in folders for name in folder.source.left_out],
+        eval_sha256=folders[1].sha256 if len(folders) > 1 else None,
+        num_copies=sum(count_copies(folder.copies.tolist()) for folder in folders),
+        num_heldout=len(heldout.records),
+        num_heldout_known=sets[0].prompts.count_known(heldout.folder.prompts[heldout.records]),
     )

@@ -2,8 +2,9 @@
 
 A shard is a safetensors file of T tokens and N samples: `input_ids` [T] int32, `loss_mask` [T]
 bool, `lengths` [N] int32 and `record` [N] int64, the index of each sample's record among the
-well-formed rows of the shard. A JSON file, written after it, has its checksum, counts and the
-messages of bad rows.
+well-formed rows of the shard. Of each of these records it holds two digests, [R] uint64: `copies`
+of its token ids, and `prompts` of its first prompt. A JSON file, written after it, has its
+checksum, counts and the messages of bad rows.
 """
 
 import json
@@ -36,6 +37,7 @@ from conf.settings.data import Form, PackedConfig
 from data.rows.data_files import Row
 from data.rows.field_checks import MalformedRowError
 from data.rows.records import parse_record, refuse_dialogue
+from data.rows.row_digests import compute_prompt_digest
 from data.templates.record_encoder import RecordEncoder, Sample
 
 SHARD_ROWS = 2048
@@ -246,7 +248,8 @@ def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> Prepared
     record_of_sample: list[int] = []
     bad: list[BadRow] = []
     unread, unrendered = Counter[str](), Counter[str]()
-    num_records = 0
+    copies: list[int] = []
+    prompts: list[int] = []
     for row in job.rows:
         place = row.location.removeprefix(settings.root)
         try:
@@ -261,20 +264,25 @@ def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> Prepared
         try:
             samples = encoder.encode_record(record)
         except InputError as error:
-            bad.append(BadRow(place, str(error).removeprefix(f"{row.location}: "), num_records))
+            bad.append(BadRow(place, str(error).removeprefix(f"{row.location}: "), len(copies)))
+        digest = xxhash.xxh3_64(b"" if samples else place.encode())  # a refused row has no copies
         for sample in samples:
             ids.extend(sample.input_ids)
+            digest.update(array("i", [-1, *sample.input_ids]).tobytes())
             mask.extend(sample.loss_mask)
             lengths.append(len(sample.input_ids))
-            record_of_sample.append(num_records)
+            record_of_sample.append(len(copies))
             unrendered.update(sample.unrendered_parts)
-        num_records += 1
+        copies.append(digest.intdigest())
+        prompts.append(compute_prompt_digest(record))
     content = save(
         {
             "input_ids": np.array(ids, dtype=np.int32),
             "loss_mask": np.frombuffer(mask, dtype=np.bool_),
             "lengths": np.array(lengths, dtype=np.int32),
             "record": np.array(record_of_sample, dtype=np.int64),
+            "copies": np.array(copies, dtype=np.uint64),
+            "prompts": np.array(prompts, dtype=np.uint64),
         }
     )
     shard = PreparedShard(
@@ -282,7 +290,7 @@ def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> Prepared
         size=len(content),
         checksum=xxhash.xxh3_64_hexdigest(content),
         num_rows=len(job.rows),
-        num_records=num_records,
+        num_records=len(copies),
         bad=bad,
         unread=dict(unread),
         unrendered=dict(unrendered),

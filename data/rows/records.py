@@ -34,6 +34,7 @@ from data.rows.messages import (
     parse_tools,
     refuse_media,
 )
+from data.rows.row_digests import compute_row_digest, count_copies
 
 NUM_ROWS_TO_DETECT = 100
 """Rows from which the form is recognised."""
@@ -113,6 +114,8 @@ class LoadedRecords:
     """Number of rows per field that has a value but is not read, e.g. `id`."""
     left_out: tuple[str, ...] = ()
     """Files of a folder that are not read, with reasons."""
+    num_copies: int = 0
+    """Rows that repeat an earlier row."""
 
     def format_lines(self) -> list[str]:
         """Format the rows, fields and files that are not read as lines of text."""
@@ -120,6 +123,11 @@ class LoadedRecords:
             *format_malformed_rows(self.bad),
             *format_counts("fields not read", self.unread, "rows"),
             *(f"not read: {name}" for name in self.left_out),
+            *(
+                [f"copies: {self.num_copies:,} rows repeat an earlier one"]
+                if self.num_copies
+                else []
+            ),
         ]
 
 
@@ -156,7 +164,10 @@ def load_records(path: str, config: RowsConfig | None = None) -> LoadedRecords:
         unread.update(record.unread_fields)
     if not records:
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
-    return LoadedRecords(records, form, bad, digest.hexdigest(), dict(unread), source.left_out)
+    num_copies = count_copies(map(compute_row_digest, records))
+    return LoadedRecords(
+        records, form, bad, digest.hexdigest(), dict(unread), source.left_out, num_copies
+    )
 
 
 def format_malformed_rows(bad: list[str]) -> list[str]:

@@ -92,7 +92,9 @@ def test_a_store_holds_what_the_rows_give_one_at_a_time(config: DataConfig) -> N
 
 
 def test_its_sequences_are_those_of_samples_in_memory(config: DataConfig) -> None:
-    config = replace(config, max_length=32, eval_path=config.path)
+    held_out = Path(str(config.path)).with_name("held_out.jsonl")
+    write(held_out, ROWS[:9])
+    config = replace(config, max_length=32, eval_path=str(held_out))
     samples = [sample for r in load_records(str(config.path)).records for sample in ENCODE(r)]
     there = prepare_datasets(config, TOKENIZER, seed=7)[0]
     here = PackedDataset(samples, 32, seed=7, pad_id=there.pad_id)

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import random
@@ -8,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
@@ -201,10 +205,68 @@ def test_eval_path_is_used_when_given(write):
 
 
 def test_both_parts_of_a_split_keep_a_record():
-    train, held_out = split_records(3, 0.9, 0, "rows.jsonl")
+    train, held_out = split_records(np.arange(3), 0.9, 0, "rows.jsonl")
     assert (len(train), len(held_out)) == (1, 2)
-    train, held_out = split_records(3, 0.01, 0, "rows.jsonl")
+    train, held_out = split_records(np.arange(3), 0.01, 0, "rows.jsonl")
     assert (len(train), len(held_out)) == (2, 1)
+
+
+def test_all_copies_of_a_record_stand_on_one_side_of_a_split():
+    # Digests are in no order, and the choice is that of heads that were trained before.
+    apart = np.array([9, 3, 7, 1, 8, 2, 6, 0, 5, 4], dtype=np.uint64)
+    before = sorted(random.Random(5).sample(range(10), 3))
+    assert split_records(apart, 0.3, 5, "rows.jsonl")[1].tolist() == before
+    copied = np.concatenate([apart, apart[::-1], apart])
+    train, held_out = split_records(copied, 0.3, 5, "rows.jsonl")
+    assert (len(train), len(held_out)) == (21, 9)
+    assert held_out[:3].tolist() == before
+    assert not set(copied[train]) & set(copied[held_out])
+    train, held_out = split_records(apart[[0, 0, 0]], 0.3, 5, "rows.jsonl")
+    assert (len(train), len(held_out)) == (2, 1)
+
+
+def test_copies_are_counted_and_never_held_out_from_themselves(write, tmp_path):
+    tokenizer, config = make_tokenizer(), DataConfig(max_length=64, eval_fraction=0.2)
+    rows = [exchange(f"ask {i}", f"word {i}") for i in range(20)]
+    folder = Path(write(rows)).parent
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    (folder / "link.jsonl").symlink_to(folder / "rows.jsonl")
+    train, held_out, report = prepare(config, tokenizer, path=str(folder), eval_path=None, seed=0)
+    assert not set(texts(train, tokenizer)) & set(texts(held_out, tokenizer))
+    assert len(texts(held_out, tokenizer)) == 12
+    assert (report.num_copies, report.num_heldout, report.num_heldout_known) == (40, 12, 0)
+    assert (
+        "  copies: 40 of 60 records repeat an earlier one; every copy is read, and copies are held "
+        "out together"
+    ) in report.format_lines()
+    assert len(train.prompts) == 16
+
+
+def test_rows_of_eval_path_that_are_trained_on_are_refused_or_counted(write):
+    tokenizer, config = make_tokenizer(), DataConfig(max_length=64)
+    path, shuffled = write(ROWS), write(ROWS[::-1], "shuffled.jsonl")
+    for same in (path, shuffled):
+        message = (
+            r"data\.eval_path=.*: holds the rows of data\.path=.*rows\.jsonl, so nothing would"
+        )
+        with pytest.raises(InputError, match=message):
+            prepare(config, tokenizer, path=path, eval_path=same, seed=0)
+    # The first has another answer, and the second is new.
+    some = write([exchange("ask 0", "other"), exchange("new", "words"), *ROWS[90:]], "some.jsonl")
+    _, _, report = prepare(config, tokenizer, path=path, eval_path=some, seed=0)
+    assert (report.num_heldout_known, report.num_heldout, report.num_copies) == (11, 12, 0)
+    assert report.eval_sha256 == hashlib.sha256(Path(some).read_bytes()).hexdigest()
+    assert (
+        "  held out, but trained on: the first prompts of 11 of 12 records, so held-out figures "
+        "are too good"
+    ) in report.format_lines()
+
+
+def test_rows_that_the_template_refuses_are_no_copies(write):
+    rows = [exchange("refuse me", "words")] * 3 + ROWS
+    config = DataConfig(max_length=64, on_bad_row=OnBadRow.skip)
+    _, _, report = prepare(config, make_tokenizer(), path=write(rows), eval_path=None, seed=0)
+    assert (report.num_bad, report.num_copies) == (3, 0)
 
 
 REPORT = DataReport(
@@ -260,7 +322,7 @@ def test_a_refused_row_stops_by_default(write):
 
 
 def test_nothing_to_learn_is_refused(write):
-    path = write([{"prompt": "ask"}] * 3)
+    path = write([{"prompt": f"ask {i}"} for i in range(3)])
     message = (
         r"nothing to learn; 2 of 2 records have no .*no record of form prompt has text of an assist"
     )

@@ -1,5 +1,6 @@
 """Two runs and one `out_dir`: the second is refused, and a dead run's folder is gone on with."""
 
+import json
 import os
 import shutil
 import signal
@@ -66,7 +67,9 @@ def test_both_processes_of_a_launch_end_where_a_run_of_another_machine_lives(
 
 def test_a_refused_run_leaves_neither_lock_nor_folder(inputs: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"messages": [{"role": "user", "content": "the cat"}]}\n' * 3)
+    words = ("the cat", "a mat", "two birds")
+    rows = [{"messages": [{"role": "user", "content": each}]} for each in words]
+    bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, *arguments(inputs, tmp_path / "out", f"data.path={bad}")]
     refused = commands.run(command, tmp_path, ENV)
     assert refused.returncode == 2, refused.stderr
