@@ -363,14 +363,24 @@ class DraftHead(nn.Module, ABC):
         return replace(shape, depth=min(shape.depth, self.max_draft_tokens or shape.depth))
 
     @final
-    def save(self, folder: Path, provenance: dict[str, object] | None = None) -> None:
+    def save(
+        self,
+        folder: Path,
+        provenance: dict[str, object] | None = None,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
         """Write `config.json`, the weights and `headsmith.json`, all or nothing.
+
+        Args:
+            folder: folder, replaced if it exists.
+            provenance: content of `headsmith.json`.
+            more: content of further JSON files, by name.
 
         Raises:
             InputError: the disk is full or not writable. An older head there stays untouched.
         """
         files = self.build_files()
-        documents: dict[str, object] = {"config.json": files.config}
+        documents: dict[str, object] = {"config.json": files.config, **(more or {})}
         if provenance is not None:
             documents[PROVENANCE] = provenance
         write_head_folder(folder, files.weights, files.tensors, documents)

@@ -7,6 +7,7 @@ Training then needs neither the target nor the data. Each process writes its own
 machines the folder must be visible to all. A second start continues.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,7 @@ from data.features.store_writer import (
 from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
+from data.rows.row_digests import PROMPTS_FILE
 from eval.decode.generation_config import try_generation_config
 from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
 from eval.measure.measurement import join_processes
@@ -583,9 +585,11 @@ def write_manifest(work: CaptureJob, state: PartialState) -> None:
     for shard in work.shards:
         index = ShardIndex.from_folder(folder, shard.name)
         entries.append(ShardEntry(shard.name, shard.split, index.size, index.checksum))
+    prompts = json.dumps(work.packed_by_split["train"].prompts.to_json())
+    retry_io(partial(write_atomically, folder / PROMPTS_FILE, prompts))
     files = {
         name: retry_io(partial(compute_file_checksum, folder / name))
-        for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS)
+        for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS, PROMPTS_FILE)
     }
     origin = collect_provenance(work.config, stored_target.name, work.report)
     tokenizer = load_config_and_tokenizer(work.config.target)[1]

@@ -42,6 +42,7 @@ from eval.measure.acceptance_stats import (
     format_interval,
     select_tree_figures,
 )
+from eval.measure.data_statement import format_training_notes
 from eval.measure.results import GOLDEN, format_conditions, format_golden_lengths
 from eval.report.plots import plot_comparison, plot_reported
 
@@ -187,7 +188,14 @@ def compare_own_results(
     Returns:
         The text, and a writer for each file beside it.
     """
-    text = f"{_describe_prompts(results)}\n\n{build_markdown_table(build_acceptance_rows(results))}"
+    notes = [
+        f"\n{note}."
+        for name, result in results.items()
+        for trained in (result.get("data") or {}).get("trained_on") or ()
+        for note in format_training_notes(result["data"], trained, name)
+    ]
+    table = build_markdown_table(build_acceptance_rows(results))
+    text = "\n".join([f"{_describe_prompts(results)}\n\n{table}", *notes])
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
     if lengths := build_golden_lengths(results):
         files[GOLDEN] = lambda path: write_atomically(path, lengths)

@@ -34,6 +34,7 @@ from data.embedded import fill_default_paths
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
+from data.rows.row_digests import PROMPTS_FILE
 from eval.decode.generation_config import try_generation_config
 from eval.measure.acceptance_stats import (
     PromptSteps,
@@ -315,13 +316,16 @@ def write_results(
     """
     out_dir = Path(config.out_dir)
     path = out_dir / RESULT
+    prompts = load_json(locate_head(str(config.head.path), config.head.revision) / PROMPTS_FILE)
+    documents = {} if prompts is None else {PROMPTS_FILE: prompts}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for head, row in zip(heads, result["pruned"], strict=True):
             before = {name: result["before"][name] for name in ("num_ids", "tau")}
             facts = {key: v for key, v in result.items() if key not in ("before", "pruned")}
             pruned = {**facts, **row, "before": before}
-            head.save(out_dir / str(row["num_ids"]) / "head", {**trained, "pruned": pruned})
+            provenance = {**trained, "pruned": pruned}
+            head.save(out_dir / str(row["num_ids"]) / "head", provenance, documents)
         plot_pruning(result, path.with_suffix(".png"))
         write_atomically(path, json.dumps(result, indent=2) + "\n")
     except OSError as error:

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import hashlib
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,13 @@ class AdaptedMedusa(nn.Module):
         """Compile the heads, see `DraftHead.compile_layers`."""
         self.heads.compile_layers()
 
-    def save(self, folder: Path, provenance: dict[str, object]) -> None:
-        """Write the heads to `folder` and the adapter to `adapter` beside it.
+    def save(
+        self,
+        folder: Path,
+        provenance: dict[str, object],
+        more: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the heads to `folder`, as `DraftHead.save` does, and the adapter beside it.
 
         The heads' `headsmith.json` names their adapter and its checksum.
 
@@ -108,7 +114,7 @@ class AdaptedMedusa(nn.Module):
         with (beside / WEIGHTS).open("rb") as file:
             checksum = hashlib.file_digest(file, "sha256").hexdigest()
         belongs = {"adapter": {"path": str(beside), "sha256": checksum}}
-        self.heads.save(folder, {**provenance, **belongs})
+        self.heads.save(folder, {**provenance, **belongs}, more)
 
 
 class Medusa2Objective(Objective):

@@ -32,6 +32,7 @@ from data.features.store_format import (
     memory_of,
 )
 from data.prepared.packing import PackedDataset, VocabularySizes, check_token_ids
+from data.rows.row_digests import PROMPTS_FILE, PromptDigests
 
 
 class FeatureStore:
@@ -71,6 +72,12 @@ class FeatureStore:
         if not is_whole:
             raise InputError(f"{path}: damaged; {format_repair_advice(self.folder)}")
         return path
+
+    def load_prompts(self) -> PromptDigests | None:
+        """Load the digests of the prompts to train on; None for stores of earlier versions."""
+        if PROMPTS_FILE not in self.manifest.files:
+            return None
+        return PromptDigests.from_file(self.check_file(PROMPTS_FILE))
 
 
 class StoredDataset(Dataset):

@@ -28,9 +28,15 @@ from conf.settings.measure import MeasureRun
 from data.embedded import fill_default_paths
 from data.rows.data_files import find_dataset_revision
 from data.rows.records import LoadedRecords, Record, load_records
+from data.rows.row_digests import compute_prompt_digest
 from data.servers.server_pool import HiddenStatesPool
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.generation_config import apply_generation_config
+from eval.measure.data_statement import (
+    DataStatement,
+    compare_statements,
+    format_training_notes,
+)
 from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
 from eval.measure.measured_head import MeasuredHead, get_device_name, load_measured_head
 from eval.measure.prompts import (
@@ -155,6 +161,12 @@ def open_measurement(
     target = like.embeddings_and_output_head if like else _open_target(run, heads, may_use_engines)
     for head in heads:
         _print_notes(*_iter_leak_warnings(head, records))
+    stated = DataStatement(
+        run.data.path,
+        records.sha256,
+        to_json(run.data.chat_template_kwargs or {}),
+        str(target.dtype).removeprefix("torch."),
+    )
     chosen = records.records[: run.data.num_prompts]
     encoder = RecordEncoder(target.tokenizer, run.data.chat_template_kwargs)
     prompts, left_out = select_fitting_prompts(run, target, render_first_turns(chosen, encoder))
@@ -173,6 +185,15 @@ def open_measurement(
         identity = identify_target(run.target, target.tokenizer, target.dtype)
         for ref in refs:
             _print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
+    digests = [compute_prompt_digest(chosen[prompt.dialogue]) for prompt in prompts]
+    trained_on = [
+        compare_statements(str(ref.path), trained, digests)
+        for ref in refs
+        if (trained := DataStatement.from_head(str(ref.path), ref.revision)) is not None
+    ]
+    if state.is_main_process:
+        for each in trained_on:
+            _print_notes(*format_training_notes(stated.to_json(), each, each["head"]))
     own_prompts = [
         prompts[i]
         for i in select_process_prompts(prompts, state.process_index, state.num_processes)
@@ -188,6 +209,10 @@ def open_measurement(
         "split": run.data.split,
         "form": records.form.value,
         "sha256": records.sha256,
+        "chat_template_kwargs": stated.chat_template_kwargs,
+        "target_dtype": stated.target_dtype,
+        "trained_on": trained_on,
+        "num_copies": records.num_copies,
         "num_prompts": 0,
         "num_bad": len(records.bad) + len(left_out),
         "most_turns": max(len(select_user_messages(record)) for record in chosen),

@@ -11,6 +11,7 @@ from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
 from data.rows.data_files import DATA_ENDINGS
 from eval.measure.acceptance_stats import format_interval
+from eval.measure.data_statement import format_training_notes
 from eval.measure.results import format_conditions
 from heads.draft_head import HeadFacts, get_head_settings
 from heads.export.writer import format_template_note, format_vllm_command
@@ -237,12 +238,21 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
     by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
     conditions = format_conditions(acceptance)
     condition_lines = [f"Measured under: {conditions}."] if conditions else []
+    condition_lines += _format_training_notes(acceptance)
     return [
         summary,
         *condition_lines,
         build_markdown_table(header, rows),
         build_markdown_table(by_depth, depths),
     ]
+
+
+def _format_training_notes(result: dict[str, Any]) -> list[str]:
+    """Format what of the data was trained on, and how else training differs from measuring."""
+    data = result.get("data") or {}
+    own = (each for each in data.get("trained_on") or () if each["head"] == result.get("head"))
+    notes = [note for each in own for note in format_training_notes(data, each, "This head")]
+    return [f"{note}." for note in notes]
 
 
 def _format_dtype_and_device(result: dict[str, Any]) -> str:
@@ -273,6 +283,7 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
     ]
     parts = [
         summary,
+        *_format_training_notes(speedup),
         build_markdown_table(["method", "tau", "tokens/s", "speed-up", "efficiency"], rows),
     ]
     lossless = speedup["lossless"]

@@ -44,6 +44,20 @@ def folders(tmp_path: Path, **results: dict) -> list[str]:
     return [str(tmp_path / name) for name in results]
 
 
+def test_what_a_head_was_trained_on_is_said_below(tmp_path: Path, capsys) -> None:
+    own = {"chat_template_kwargs": {}, "target_dtype": "float32", "sha256": "ab"}
+    counts = {"head": "heads/eagle", "num_trained": 1, "num_dialogues": 2}
+    eagle = result(2.0, data=own | {"trained_on": [own | counts]})
+    paths = folders(tmp_path, medusa=result(1.5, data=own), eagle=eagle)
+    compare.main(CompareRun(results=paths, out_dir=str(tmp_path / "out")))
+    said = (
+        "eagle: was trained on the first prompts of 1 of 2 dialogues, so its figures are too good; "
+        "measure on other prompts."
+    )
+    assert said in capsys.readouterr().out.splitlines()
+    assert said in (tmp_path / "out/comparison.md").read_text().splitlines()
+
+
 def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
     medusa = result(1.5, data={"sha256": "ab", "path": "/home/ann/chats.jsonl"})
     medusa["static_tree"] = medusa.pop("dynamic_tree")

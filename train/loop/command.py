@@ -24,6 +24,7 @@ from conf.settings.training import Optimizer, Schedule, TrainConfig, TrainRun
 from data.features.store_reader import FeatureStore, TrainingData
 from data.prepared.packing import PackedDataset
 from data.servers.http_client import Endpoint
+from eval.measure.data_statement import DataStatement, format_setting_changes
 from eval.preflight_checks import check_run_folder, check_training
 from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
@@ -209,6 +210,12 @@ def _train_locked(
     if head.path is not None:
         other = format_target_change("head.path", head.path, head.revision, source.identity)
         lines += [] if other is None else [other]
+        if (earlier := DataStatement.from_head(head.path, head.revision)) is not None:
+            was, is_now = f"head.path={head.path}: was trained", "is trained further"
+            lines += format_setting_changes(
+                earlier.to_json(), source.statement.to_json(), was, is_now
+            )
+            source = replace(source, statement=source.statement.add_prompts(earlier))
     deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
     config.train, optimizer = resolve_optimizer(
         config.train, objective, deepspeed, trained=head.path is not None
@@ -241,9 +248,11 @@ def _train_locked(
             heldout=opened_source.heldout,
             provenance=collect_provenance(config, source.target.name, source.report)
             | {
+                "trained_on": source.statement.to_json(),
                 "target_identity": to_json(source.identity),
                 "about_head": [*lines, *opened_source.server_lines],
             },
+            head_documents=source.statement.build_documents(),
             fingerprint=make_fingerprint(
                 target=source.identity, data={"checksum": source.checksum}, **answers
             ),

@@ -63,6 +63,7 @@ class TrainingJob:
         train: packed sequences, each a dict of [T] tensors.
         heldout: packed sequences to evaluate on.
         provenance: facts to write as `head/headsmith.json`.
+        head_documents: content of further JSON files of the head, by name.
         fingerprint: fingerprint of the target and of the training data.
         has_trained_head: whether the head was trained before; then it is also evaluated before the
             first step.
@@ -81,6 +82,7 @@ class TrainingJob:
     train: Dataset
     heldout: Dataset
     provenance: dict[str, Any] = field(default_factory=dict)
+    head_documents: dict[str, Any] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     has_trained_head: bool = False
     rollouts: Rollouts | None = None
@@ -293,7 +295,8 @@ class TrainingLoop:
         # The head is saved before its last evaluation, so a failure there loses nothing.
         with self.placement.open_averaged_weights():
             if self.rank == 0:
-                self.job.objective.head.save(self.job.out_dir / "head", self.job.provenance)
+                job = self.job
+                job.objective.head.save(job.out_dir / "head", job.provenance, job.head_documents)
         processes.wait_for_processes()
         self._run_evaluation()
         return Outcome(True, self.step, self.evaluation)

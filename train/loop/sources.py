@@ -42,6 +42,7 @@ from data.prepared.prepare import DataReport, prepare_datasets
 from data.servers.server_pool import HiddenStatesPool, join_documents, split_documents
 from data.servers.state_files import HiddenStatesError
 from eval.decode.generation_config import apply_generation_config
+from eval.measure.data_statement import DataStatement
 from eval.measure.engine_answers import EngineAnswerSource, build_request_settings, open_states_pool
 from eval.measure.target_answers import LocalAnswerSource
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -122,6 +123,7 @@ class TrainingSource:
         train: packed sequences, with or without the target's hidden states.
         heldout: packed sequences to evaluate on.
         report: counts of the prepared data.
+        statement: statement of the data to train on.
         lines: lines to print about the data.
         make_replay: function from a depth and the layers that the head reads to a replay of tau on
             held-out prompts.
@@ -136,6 +138,7 @@ class TrainingSource:
     train: TrainingData | ServedSequences
     heldout: TrainingData | ServedSequences
     report: DataReport
+    statement: DataStatement
     lines: list[str]
     make_replay: Callable[[int, FeatureLayers], Replay] | None
     server_settings: TargetConfig | None = None
@@ -194,8 +197,12 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
         lines.append(f"attention of the target: {target.attention_description}")
     identity = identify_target(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
+    kwargs = config.data.chat_template_kwargs or {}
+    statement = DataStatement(
+        report.path, report.sha256, to_json(kwargs), identity.dtype, train_data.prompts
+    )
     return TrainingSource(
-        target, identity, checksum, train_data, heldout, report, lines, make_replay,
+        target, identity, checksum, train_data, heldout, report, statement, lines, make_replay,
         config.target if config.target.engine else None, prompts,
     )  # fmt: skip
 
@@ -234,9 +241,12 @@ def load_store_source(
         data.check_token_ids(target)
     report = store.manifest.report
     plan = store.manifest.plan
+    kwargs = plan.data["chat_template_kwargs"] or {}
+    prompts = store.load_prompts()
+    statement = DataStatement(report.path, report.sha256, kwargs, plan.target["dtype"], prompts)
     return TrainingSource(
         target, get_store_identity(plan), plan.splits["train"].checksum, store.train, store.heldout,
-        report, [*lines, *report.format_lines()], replay,
+        report, statement, [*lines, *report.format_lines()], replay,
     )  # fmt: skip
 
 

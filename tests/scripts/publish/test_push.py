@@ -241,6 +241,28 @@ def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Pa
     assert "chat_template_kwargs" not in format_readme(head, ExportFormat.vllm, [], PROVENANCE)
 
 
+def test_card_says_what_was_trained_on_and_digests_stay_at_home(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    head = str(run_dir / "head")
+    own = {"chat_template_kwargs": {}, "target_dtype": "float32", "sha256": "ab"}
+    trained = own | {"head": head, "num_trained": 3, "num_dialogues": 4, "target_dtype": "bfloat16"}
+    other = trained | {"head": "another", "num_trained": 1}
+    data = own | {"trained_on": [trained, other]}
+    for name, result in (("acceptance", ACCEPTANCE), ("speedup", SPEEDUP)):
+        measured = result | {"head": head, "data": data}
+        (run_dir / f"{name}.json").write_text(json.dumps(measured))
+    (run_dir / "head/trained_prompts.json").write_text("{}")
+    staged = dry(run_dir, tmp_path)
+    card = (staged / "README.md").read_text()
+    assert card.count("This head: was trained on the first prompts of 3 of 4 dialogues, so") == 2
+    assert (
+        card.count("trained with the target in bfloat16, but is measured with the target in") == 2
+    )
+    assert "1 of 4 dialogues" not in card
+    assert not (staged / "trained_prompts.json").exists()
+
+
 def test_card_of_a_head_that_belongs_to_an_adapter(run_dir: Path, tmp_path: Path) -> None:
     belongs = {"adapter": {"path": "/home/ann/run/adapter", "sha256": "f00d" * 16}}
     (run_dir / "head/headsmith.json").write_text(json.dumps(PROVENANCE | belongs))

@@ -1,5 +1,6 @@
 """`train/medusa.py` as users start it: real processes, a tiny target, a small file."""
 
+import hashlib
 import json
 import os
 import signal
@@ -131,6 +132,14 @@ def test_head_learns_and_says_where_it_is_from(straight: Path, inputs: Path) -> 
     assert origin["versions"]["torch"] == version("torch")
     assert origin["about_head"][-1].startswith("head: 2 Medusa heads, ")
     assert {"argv", "git", "data"} <= set(origin)
+    prompts = json.loads((straight / "head/trained_prompts.json").read_text())
+    assert origin["trained_on"] == {
+        "path": str(inputs / "chat.jsonl"),
+        "sha256": hashlib.sha256((inputs / "chat.jsonl").read_bytes()).hexdigest(),
+        "chat_template_kwargs": {},
+        "target_dtype": "float32",
+        "num_prompts": prompts["num_prompts"],
+    }
 
 
 def test_kill_9_then_resume_equals_an_uninterrupted_run(
