@@ -1,5 +1,6 @@
 """`train/eagle.py` as users start it: real processes, a tiny target, a small file."""
 
+import json
 import os
 import shutil
 import signal
@@ -76,11 +77,24 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
 
 
 def test_a_trained_head_is_gone_on_from_with_its_own_vocabulary(
-    straight: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    straight: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     more = [f"head.path={straight / 'head'}", "head.draft_vocab_size=8", "train.max_steps=3"]
-    here(arguments(inputs, tmp_path / "out", "head=eagle3", *more))
+    other_half = [f"data.path={tmp_path / 'new.jsonl'}", "data.chat_template_kwargs={brief: true}"]
+    rows = [{"prompt": f"the cat {word}", "response": "a mat"} for word in ("sat", "saw", "and")]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here(arguments(inputs, tmp_path / "out", "head=eagle3", *more, *other_half))
+    said = (
+        f"head.path={straight / 'head'}: was trained with data.chat_template_kwargs={{}}, but is "
+        'trained further with data.chat_template_kwargs={"brief": true}, so it sees other prompts'
+    )
+    assert said in capsys.readouterr().out.splitlines()
+    counts = [
+        json.loads((each / "head/headsmith.json").read_text())["trained_on"]["num_prompts"]
+        for each in (straight, tmp_path / "out")
+    ]
+    assert counts[1] == counts[0] + 2
     assert weights(tmp_path / "out")["d2t"].equal(weights(straight)["d2t"])
     assert curve(tmp_path / "out", "train/loss_d1")[0] < curve(straight, "train/loss_d1")[0]
     other = arguments(inputs, tmp_path / "other", "head=eagle1", *more)

@@ -222,6 +222,9 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
     assert len(job.heldout) == 3
     assert job.provenance["target"] == str(inputs / "target")
     assert job.provenance["data"]["num_records"] == 40
+    stated = job.provenance["trained_on"]
+    assert (stated["target_dtype"], stated["num_prompts"]) == ("bfloat16", 32)
+    assert job.head_documents["trained_prompts.json"]["num_prompts"] == 32
     assert job.objective.head.config.target == str(inputs / "target")
     assert job.evaluate is not None
     opened = load_store(config.data, TargetConfig())
