@@ -7,6 +7,7 @@
     train-00000.json            `ShardIndex`, written after its shard, which is then whole
     target/ends.safetensors     the target's embedding and output head
     token_counts.safetensors    [V] int64 for each split: count of each id among its learnt tokens
+    trained_prompts.json        digests of the prompts to train on (`data.rows.row_digests`)
     manifest.json               `Manifest`, written last; the store is then whole
 
 A shard has these tensors [S, ...], for S tokens of all its sequences without padding:
