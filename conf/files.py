@@ -179,7 +179,7 @@ class LockOwner:
         if host != socket.gethostname() or machine.strip() not in ("", _find_machine()):
             return None
         found = _find_process_start(pid)
-        return bool(found) and start in ("", found)
+        return start in ("", found) if found else _is_hidden_process(pid)
 
 
 class HeldLock:
@@ -320,6 +320,17 @@ def _find_process_start(pid: str | int) -> str:
         return "" if fields[0] in "ZX" else fields[19]
     except (OSError, ValueError, IndexError, psutil.Error):
         return ""
+
+
+def _is_hidden_process(pid: str) -> bool:
+    """Tell whether a process is another user's, which some machines do not show."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, ValueError, OverflowError):
+        pass
+    return False
 
 
 @cache

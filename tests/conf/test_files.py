@@ -78,6 +78,21 @@ def test_a_process_id_that_another_process_has_by_now_is_a_dead_owner(path: Path
         assert path.read_text().split()[3] == start
 
 
+def test_a_process_that_the_machine_does_not_show_is_alive(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_pid: int, _signal: int) -> None:
+        raise PermissionError
+
+    path.write_text(f"{HOST} {PID} token 5")
+    monkeypatch.setattr(files, "_find_process_start", lambda _pid: "")
+    with monkeypatch.context() as of_another_user:
+        of_another_user.setattr(os, "kill", refuse)
+        with pytest.raises(InputError, match=f"process {PID} on {HOST}"):
+            lock_file(path)
+    lock_file(path).release()
+
+
 @pytest.mark.parametrize("name", ["another", HOST])
 def test_an_owner_on_another_machine_is_dead_once_it_gives_no_sign(
     path: Path, monkeypatch: pytest.MonkeyPatch, name: str
