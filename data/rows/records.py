@@ -55,8 +55,10 @@ CATEGORIES = ("category", "subject")
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 ROLE_NAME = r"(im_start|start|bom|\w*(user|assistant|header|turn|role)\w*)"
+BARE_ROLE = r"<(s|bos|\|begin_of_text\||\|endoftext\|)>(system|user|bot|assistant)(?=\n)"
+"""A token that begins any text, in front of a role on a line of its own (Saiga)."""
 ROLE_TOKEN = re.compile(
-    rf"<[|\uff5c]{ROLE_NAME}[|\uff5c]?>|\[\|{ROLE_NAME}\|\]|<start_of_turn>",
+    rf"<[|\uff5c]{ROLE_NAME}[|\uff5c]?>|\[\|{ROLE_NAME}\|\]|<start_of_turn>|{BARE_ROLE}",
     re.IGNORECASE | re.ASCII,
 )
 RENDERED_START = re.compile(rf"\s*(<[^<>\s]+>\s*)?({ROLE_TOKEN.pattern}|\[INST\])", re.IGNORECASE)

@@ -21,6 +21,7 @@ PLAIN = (
     "def ask(user: str) -> str:\n    return f'<{user}>' if role[0] | 1 else '[user]'\n",
     "The assistant: a novel.\n\n## User: none\n\nAnd so the user left.",
     "<|endoftext|>One text.<|endoftext|>And <s>struck</s> words; <turn> and <header>.",
+    "<li>user\n<s>user</s>, <s>bot and its users</s>, <bos>users\n",
 )
 
 
@@ -55,6 +56,9 @@ def test_dialogues_of_every_family_are_known() -> None:
         ("<|bom|><|system|> Be kind<|eom|>", "<|bom|>"),  # Jamba
         ("### Instruction:\nHi\n\n### Response:\nYes", "### Response"),  # Alpaca
         ("User: Hi\n\nAssistant: Yes", "Assistant:"),  # Falcon
+        ("<s>user\nHi</s>\n<s>bot\nYes</s>", "<s>user"),  # Saiga
+        ("<s>system\nBe kind</s><s>user\nHi</s>", "<s>system"),
+        ("<|begin_of_text|>user\nHi", "<|begin_of_text|>user"),
     ],
 )
 def test_dialogues_of_other_targets_are_known(text: str, marker: str) -> None:
@@ -111,4 +115,5 @@ def test_a_prompt_that_begins_rendered() -> None:
     assert find_rendered_start("<s>[INST] Hi [/INST]") == "<s>[INST]"
     assert find_rendered_start("<|begin_of_text|><|start_header_id|>user") != ""
     assert find_rendered_start(" <|im_start|>user\nHi") == "<|im_start|>"
+    assert find_rendered_start("<s>user\nHi</s>") == "<s>user"
     assert find_rendered_start("What does <|im_start|> mean?") == ""
