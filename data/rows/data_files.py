@@ -434,19 +434,35 @@ def _drop_empty_fields(value: object) -> object:
 
 
 def _iter_hub_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
+    for number, row in enumerate(_iter_hub_dataset(source), 1):
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+        location = f"{source.path}[{source.split}]:{number}"
+        yield Row(location, value=_drop_empty_fields(row))
+
+
+def _iter_hub_dataset(source: DataSource) -> Iterator[dict[str, Any]]:
     import datasets
 
     path, subset, split = source.path, source.subset, source.split
+    num_read = 0
     try:
-        dataset = datasets.load_dataset(path, name=subset, split=split, streaming=source.streaming)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        for row in datasets.load_dataset(
+            path, name=subset, split=split, streaming=source.streaming
+        ):
+            yield row
+            num_read += 1
+    # Clients, decoders and builders of datasets raise errors of many kinds.
+    except Exception as error:
+        settings = f"(data.subset={subset or 'null'}, data.split={split})"
+        what = (
+            f"reading row {num_read + 1} of the Hub dataset {settings} failed"
+            if num_read
+            else f"no such file or folder, and loading it as a Hub dataset {settings} failed"
+        )
         raise InputError(
-            f"data.path={path}: no such file or folder, and loading it as a Hub dataset "
-            f"(data.subset={subset or 'null'}, data.split={split}) failed: {error}"
+            f"data.path={path}: {what}: {str(error) or type(error).__name__}; start again, or name "
+            "files of its rows"
         ) from error
-    for number, row in enumerate(dataset, 1):
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-        yield Row(f"{path}[{split}]:{number}", value=_drop_empty_fields(row))
 
 
 READERS: dict[str, Callable[[Path, Digest], Iterator[Row]]] = {

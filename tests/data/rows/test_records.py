@@ -3,10 +3,12 @@
 import gzip
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 from toys import tokenizer
 
@@ -127,6 +129,34 @@ def test_a_hub_dataset_with_configurations(hub):
 def test_hub_datasets_that_cannot_be_loaded(hub, path, message):
     with pytest.raises(InputError, match=message):
         load_records(path, DataConfig(split="test"))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "error", "message"),
+    [
+        (0, RuntimeError("Dataset scripts are no longer supported, but found chats.py"),
+         r"no such file or folder, and loading it .* failed: Dataset scripts .* name files of its"),
+        (2, ConnectionError("lost"),
+         r"reading row 3 of the Hub dataset \(data.subset=null, data.split=train\) failed: lost;"),
+        (1, pa.ArrowInvalid("not JSON"), r"reading row 2 .* failed: not JSON"),
+        (1, KeyError(), r"reading row 2 .* failed: KeyError; start again"),
+    ],
+)  # fmt: skip
+def test_hub_datasets_that_fail_are_one_line(monkeypatch, num_rows, error, message):
+    """A dataset of a script, and a stream that ends in the middle, whatever a client raises."""
+
+    def stream() -> Iterator[dict]:
+        yield from [GOOD] * num_rows
+        raise error
+
+    def load(*_: Any, **__: Any) -> Any:
+        if num_rows == 0:
+            raise error
+        return stream()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(InputError, match=rf"data.path=me/chats: {message}"):
+        load_records("me/chats", DataConfig(streaming=True))
 
 
 def test_the_form_can_be_forced(write):
