@@ -250,7 +250,8 @@ class Row:
         if self.raw is None:
             return self
         try:
-            return Row(self.location, value=parse_json(self.raw.decode("utf-8-sig").rstrip()))
+            text = self.raw.decode("utf-8-sig").rstrip()
+            return Row(self.location, value=parse_json(text, _drop_nulls))
         except UnicodeDecodeError as error:
             problem = f"bytes that are not UTF-8 (at byte {error.start})"
         except ValueError as error:
@@ -333,7 +334,7 @@ def _iter_json_rows(file: Path, digest: Digest) -> Iterator[Row]:
 
 def _parse_json_values(text: str) -> list[Any]:
     """Parse the JSON values that follow one another in a text."""
-    decoder, values, end = json.JSONDecoder(), [], 0
+    decoder, values, end = json.JSONDecoder(object_hook=_drop_nulls), [], 0
     while (space := WHITE_SPACE.match(text, end)) and space.end() < len(text):
         value, end = decoder.raw_decode(text, space.end())
         values.append(value)
@@ -427,10 +428,15 @@ def _iter_table_rows(
 def _drop_empty_fields(value: object) -> object:
     """Remove the empty fields that tables give every object."""
     if isinstance(value, dict):
-        return {key: _drop_empty_fields(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return {key: _drop_empty_fields(part) for key, part in _drop_nulls(value).items()}
+    if isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
         return [_drop_empty_fields(part) for part in value]
     return value
+
+
+def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Remove the empty fields of an object, which JSON lines written from a table have too."""
+    return {key: part for key, part in fields.items() if part is not None}
 
 
 def _iter_hub_rows(source: DataSource, digest: Digest) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """Checks of the values in a row's fields, with errors that name the field."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -34,14 +35,18 @@ def show_fields(value: object) -> str:
     return "the fields " + ", ".join(map(str, value)) if value else "no fields"
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, object_hook: Callable[[dict], dict] | None = None) -> Any:
     """Decode JSON.
+
+    Args:
+        text: JSON.
+        object_hook: what becomes of each object.
 
     Raises:
         ValueError: the text is not JSON, or has too deep nesting or too long numbers.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=object_hook)
     except json.JSONDecodeError as error:
         raise ValueError(f"invalid JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:

@@ -141,7 +141,8 @@ class Conversation:
         if role is None:
             raise MalformedRowError(f"{name}.{key}", format_found_value(given), ", ".join(ROLES))
         message: Message = {"role": role, "content": ""}
-        content_key = "content" if "content" in fields or "value" not in fields else "value"
+        absent = "value" if key == "from" else "content"
+        content_key = next((k for k in ("content", "value") if k in fields), absent)
         content = fields.pop(content_key, None)
         if role == CALL:
             message["role"] = role = "assistant"

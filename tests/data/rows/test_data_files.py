@@ -269,6 +269,45 @@ def test_tables_fill_no_fields_in(tmp_path):
     assert [record.unread_fields for record in found] == [(), ()]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "pandas.jsonl", "a.json", "a.arrow"])
+def test_a_table_has_the_same_text_in_every_kind_of_file(tmp_path, name):
+    """JSON lines that were written from a table name the fields that an object lacks."""
+    tools = [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}}
+             for name in ("add", "find")]  # fmt: skip
+    calls = [[{"name": name, "arguments": {name: "x"}}] for name in ("add", "find")]
+    rows = [
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": call}], "tools": tools,
+         "chat_template_kwargs": kwargs}
+        for call, kwargs in zip(calls, ({"enable_thinking": True}, {"style": "dry"}), strict=True)
+    ]  # fmt: skip
+    dataset = datasets.Dataset.from_list(rows)
+    path = tmp_path / name
+    if name == "a.parquet":
+        dataset.to_parquet(path)
+    elif name == "a.arrow":
+        path.write_bytes(arrow_file(b"\n".join(json.dumps(row).encode() for row in rows)))
+    elif name == "pandas.jsonl":
+        dataset.to_pandas().to_json(path, orient="records", lines=True)
+    else:
+        dataset.to_json(path, lines=name == "a.jsonl")
+    first, second = load_records(str(path)).records
+    assert [r.template_kwargs for r in (first, second)] == [
+        {"enable_thinking": True}, {"style": "dry"},
+    ]  # fmt: skip
+    assert [r.messages[1]["tool_calls"][0]["function"]["arguments"] for r in (first, second)] == [
+        {"add": "x"}, {"find": "x"},
+    ]  # fmt: skip
+    assert first.tools == second.tools == [{"type": "function", "function": t} for t in tools]
+
+
+def test_arguments_written_as_json_keep_their_nulls(tmp_path):
+    call = {"name": "add", "arguments": '{"a": null}'}
+    row = {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [call]}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (record,) = load_records(str(tmp_path / "a.jsonl")).records
+    assert record.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+
+
 def test_objects_that_a_table_holds_as_json(tmp_path):
     kind = datasets.Features({"messages": datasets.Value("string"), "tools": [datasets.Json()]})
     tools = [{"name": "add", "parameters": {"a": 1}}, {"name": "find", "parameters": {"b": [2]}}]

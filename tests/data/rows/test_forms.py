@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def chat(*messages: Any, **fields: Any) -> dict:
     ],
 )  # fmt: skip
 def test_messages_of_every_shape(row, messages):
-    assert read(row) == Record(messages, None, "rows.jsonl:1", row=row)
+    assert replace(read(row), row=row) == Record(messages, None, "rows.jsonl:1", row=row)
 
 
 @pytest.mark.parametrize(
