@@ -42,6 +42,7 @@ from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow
 from data.embedded import fill_default_paths
 from data.prepared.packing import check_token_ids
+from data.rows.messages import restore_parts
 from data.rows.records import LoadedRecords, Record, load_records
 from data.servers.http_client import (
     Answer,
@@ -262,7 +263,7 @@ class Dialogue:
         context = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {
             "id": self.id,
-            "messages": self.messages,
+            "messages": [restore_parts(message) for message in self.messages],
             **{key: value for key, value in context.items() if value},
             "category": self.category,
             "truncated_turns": self.truncated,

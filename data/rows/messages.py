@@ -18,7 +18,7 @@ from data.rows.field_checks import (
 Message = dict[str, Any]
 """Message with `role` (system, developer, user, assistant or tool) and `content`, a string.
 Optional: `reasoning_content`, `tool_calls`, `tool_call_id` and `name`, as chat templates read
-them."""
+them; `content_parts`, the texts of a content of several parts, which `content` has a line each."""
 Messages = list[Message]
 
 CALL = "tool call"
@@ -155,7 +155,7 @@ class Conversation:
         elif not is_empty(fields.get("tool_calls")):
             raise MalformedRowError(f"{name}.tool_calls", f"calls of the {role}", "the assistant's")
         may_be_empty = len(message) > 2 or role in ("tool", *SYSTEM)
-        message["content"] = self._parse_content(content, f"{name}.{content_key}", may_be_empty)
+        message |= self._parse_content(content, f"{name}.{content_key}", may_be_empty)
         for key in ("tool_call_id", "name"):
             if not is_empty(fields.get(key)):
                 message[key] = parse_text(fields.pop(key), f"{name}.{key}")
@@ -185,12 +185,15 @@ class Conversation:
         self.messages[0] = message
         return True
 
-    def _parse_content(self, value: object, name: str, may_be_empty: bool) -> str:
+    def _parse_content(self, value: object, name: str, may_be_empty: bool) -> Message:
+        """Parse a content into `content`, and `content_parts` if it has several parts."""
+        parts = value if isinstance(value, list) else []
+        texts = [self._parse_part(part, name, index) for index, part in enumerate(parts)]
         if isinstance(value, list):
-            value = "\n".join(self._parse_part(part, name, i) for i, part in enumerate(value))
-        if may_be_empty and (value is None or (isinstance(value, str) and not value.strip())):
-            return "" if value is None else value
-        return parse_text(value, name)
+            value = "\n".join(texts)
+        is_blank = value is None or (isinstance(value, str) and not value.strip())
+        content = value or "" if may_be_empty and is_blank else parse_text(value, name)
+        return {"content": content} | ({"content_parts": texts} if len(texts) > 1 else {})
 
     def _parse_part(self, part: object, name: str, index: int) -> str:
         name = f"{name}[{index}]"
@@ -307,6 +310,14 @@ def _parse_unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
             del fields[key]
         unlearnt = unlearnt or not value
     return unlearnt
+
+
+def restore_parts(message: Message) -> Message:
+    """Copy a message with its content as parts, as rows, servers and some templates have it."""
+    if "content_parts" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "content_parts"}
+    return rest | {"content": [{"type": "text", "text": t} for t in message["content_parts"]]}
 
 
 def parse_token_ids(ids: list, name: str) -> list[int]:

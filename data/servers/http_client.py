@@ -20,7 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from conf.errors import InputError
 from data.rows.field_checks import MalformedRowError
-from data.rows.messages import format_call_arguments, parse_call_arguments
+from data.rows.messages import format_call_arguments, parse_call_arguments, restore_parts
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -167,7 +167,7 @@ class EndpointClient:
         """
         body = {
             "model": self.endpoint.model,
-            "messages": [format_call_arguments(message) for message in messages],
+            "messages": [format_call_arguments(restore_parts(message)) for message in messages],
             "stream": False,
             **settings,
         }

@@ -19,6 +19,7 @@ from typing import Any
 
 from conf.command.clock import Stopwatch
 from conf.errors import InputError
+from data.rows.messages import restore_parts
 from data.servers.http_client import (
     Endpoint,
     EndpointClient,
@@ -329,7 +330,11 @@ class ServingEngine(SyncEndpointClient):
         Returns:
             Token ids of the prompt, or their number if the server gives no ids.
         """
-        body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        body: dict[str, Any] = {
+            "messages": [restore_parts(message) for message in messages],
+            "max_tokens": 1,
+            "return_token_ids": True,
+        }
         body |= {"tools": tools} if tools else {}
         body |= {"chat_template_kwargs": kwargs} if kwargs else {}
         return self._run_on_portal(self._request_rendering, body | {"model": self.model})

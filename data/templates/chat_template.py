@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conf.errors import InputError
-from data.rows.messages import REASONING, Messages, format_call_arguments
+from data.rows.messages import REASONING, Messages, format_call_arguments, restore_parts
 
 Tools = list[dict] | None
 
@@ -131,14 +131,16 @@ class ChatTemplate:
         self, message: dict, *, parts: bool, thinking_parts: bool, text_arguments: bool
     ) -> dict:
         """Rename and rewrite the fields of a message as this template reads them."""
-        rewritten = dict(message)
+        rewritten = {key: value for key, value in message.items() if key != "content_parts"}
         reasoning = message.get("reasoning_content")
         if reasoning:
             rewritten |= dict.fromkeys(REASONING, reasoning)
         if message["role"] == "developer" and "developer" not in self.source:
             rewritten["role"] = "system"
         thinks = bool(reasoning) and thinking_parts
-        if parts or thinks:
+        if "content_parts" in message and (parts or thinks or self._joins_parts):
+            rewritten["content"] = restore_parts(message)["content"]
+        elif parts or thinks:
             rewritten["content"] = [{"type": "text", "text": message["content"]}]
         if thinks:
             rewritten["content"].insert(0, {"type": "thinking", "thinking": reasoning})
@@ -167,6 +169,18 @@ class ChatTemplate:
                 notation = other
         calls = build_probe_messages(calls=True)[:2]
         return notation | {"text_arguments": self._try_render(calls, notation) is None}
+
+    @cached_property
+    def _joins_parts(self) -> bool:
+        """Tell whether this template renders the parts of a message.
+
+        Servers give a message's parts to such a template, and one text with a line for each part to
+        others (vLLM).
+        """
+        notation = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
+        texts = [QUESTION, ANSWER]
+        message = restore_parts({"role": "user", "content_parts": texts})
+        return all(self._renders_text(text, [message], notation) for text in texts)
 
     def _try_render(self, messages: Messages, notation: dict[str, bool]) -> str | None:
         try:

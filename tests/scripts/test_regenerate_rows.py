@@ -62,6 +62,15 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
     assert second["messages"][1]["tool_calls"][0]["function"] == function
 
 
+def test_parts_reach_the_server_and_come_back(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    with ChatServer() as server:
+        (found,) = run(server, tmp_path, [{"messages": [user("x") | {"content": parts}]}])
+    assert (
+        server.bodies[-1]["messages"] == [found["messages"][0]] == [user("x") | {"content": parts}]
+    )
+
+
 @pytest.mark.parametrize("arguments", ["", None, "null", {}, "{}"])
 def test_a_call_without_arguments_is_kept(tmp_path: Path, arguments: object) -> None:
     with CallingServer() as server:

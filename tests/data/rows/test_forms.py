@@ -87,7 +87,7 @@ def chat(*messages: Any, **fields: Any) -> dict:
         (chat({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ASSISTANT), CHAT),
         (chat({"role": "user", "content": [{"type": "text", "text": "a"},
                                            {"type": "input_text", "text": "b"}, "c"]}),
-         [{"role": "user", "content": "a\nb\nc"}]),
+         [{"role": "user", "content": "a\nb\nc", "content_parts": ["a", "b", "c"]}]),
         # System texts.
         (chat(*CHAT, system="Be kind"), [SYSTEM, *CHAT]),
         (chat(*CHAT, system_prompt="Be kind"), [SYSTEM, *CHAT]),

@@ -5,6 +5,9 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
+from conf.settings.data import Form
+from data.rows.data_files import Row
+from data.rows.records import Record, parse_record
 from data.templates.record_encoder import RecordEncoder
 from tests.data.templates.test_record_encoder import (
     CHATML,
@@ -12,6 +15,7 @@ from tests.data.templates.test_record_encoder import (
     GEMMA,
     NO_SPECIAL,
     OPENS_THINKING,
+    PARTS,
     QWEN3,
     TAGGED,
     chat,
@@ -50,6 +54,45 @@ def test_what_the_tokenizer_would_add_is_the_templates_business() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     assert found.encode_prompt(messages) == expected.encode_prompt(messages)
     assert found.encode_record(chat("Hi", "Yes")) == expected.encode_record(chat("Hi", "Yes"))
+
+
+def parted(*contents: str) -> Record:
+    """A chat whose contents have a part for each word."""
+    roles = ("user", "assistant")
+    messages = [
+        {"role": roles[i % 2], "content": [{"type": "text", "text": word} for word in text.split()]}
+        for i, text in enumerate(contents)
+    ]
+    return parse_record(Row("chats.jsonl:7", value={"messages": messages}), Form.messages)
+
+
+ALWAYS_PARTS = PARTS.replace("m.content is string", "false")
+
+
+@pytest.mark.parametrize(
+    ("template", "between"),
+    [
+        (PARTS, ""),
+        (ALWAYS_PARTS, ""),
+        (PARTS.replace("{{ part.text }}", "{{ part.text }} "), " "),
+        (CHATML, "\n"),  # takes texts alone, to which servers make a line of each part
+        (CHATML.replace("m.content", "m.content | string"), "\n"),
+    ],
+)
+@pytest.mark.parametrize("num_pairs", [1, 8])
+def test_parts_are_joined_as_the_template_joins_them(
+    template: str, between: str, num_pairs: int
+) -> None:
+    end = between if between == " " else ""
+    tokenizer = make_tokenizer(template)
+    samples = RecordEncoder(tokenizer).encode_record(parted(*["you are", "I am fine"] * num_pairs))
+    assert [shown(sample, tokenizer) for sample in samples] == [
+        (
+            f"<|im_start|>user\nyou{between}are{end}<|im_end|>\n<|im_start|>assistant\n"
+            f"[[I{between}am{between}fine{end}<|im_end|>]]\n"
+        )
+        * num_pairs
+    ]
 
 
 def test_an_answer_that_the_tokenizer_rewrites_is_still_found() -> None:

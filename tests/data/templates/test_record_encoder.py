@@ -131,6 +131,14 @@ def marked(record: Record, template: str, **settings: bool) -> list[str]:
     return [shown(sample, tokenizer) for sample in RecordEncoder(tokenizer).encode_record(record)]
 
 
+# As vision models: a content is a text or parts, which follow one another.
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def learnt(sample: Sample) -> list[int]:
     return [i for i, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on]
 
