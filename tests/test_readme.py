@@ -15,11 +15,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from mutants import TESTS
 from omegaconf import DictConfig, OmegaConf
 
-from data.rows.messages import LEARNT, REASONING, ROLES
+from data.rows.messages import LEARNT, LEARNT_RANGES, REASONING, ROLES
 from data.rows.records import (
+    ANSWERS,
     CATEGORIES,
+    CONTEXTS,
     FORMS,
+    GOOD,
     MASKS,
+    MEANT,
     PROMPTS,
     REPLIES,
     SYSTEM_TEXTS,
@@ -272,8 +276,10 @@ def test_words_in_code_are_known() -> None:
     ]
     known = VALUES | RECIPES | {*list_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
     known |= {name for spec in FORMS for name in spec.keys}
-    known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels", "context", "history"}
+    known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
+    known |= {*CONTEXTS, *GOOD, *LEARNT_RANGES, *ANSWERS}
+    known |= {word for _, word in words if MEANT.fullmatch(word)}
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"
     assert {word for _, word in words}.issuperset(NAMES.split())

@@ -50,7 +50,13 @@ MEDIA = (
     "audios", "audio_url", "input_audio", "pixel_values",
 )  # fmt: skip
 MOST_IDS = 2**31
-LEARNT = ("weight", "train", "training", "loss")
+LEARNT = (
+    "weight", "train", "training", "loss", "loss_mask", "loss_weight", "loss_scale", "trainable",
+    "train_on_turn", "learnable", "mask",
+)  # fmt: skip
+"""Fields of OpenAI, axolotl, ms-swift, verl, tinker and home-llm: 0 or false is not learnt."""
+LEARNT_RANGES = ("train_detail", "training_detail")
+"""Fields of axolotl: ranges of characters to learn."""
 PLACE = re.compile(r"\[\d+\]")
 MESSAGE = "an object with 'role' and 'content'"
 
@@ -112,6 +118,8 @@ class Conversation:
         if "input" in fields and "output" in fields and "content" not in fields:  # Capybara's turns
             self.add_text("user", fields.pop("input"), f"{name}.input")
             self.add_text("assistant", fields.pop("output"), f"{name}.output")
+            if parse_unlearnt(fields, f"{name}."):
+                self.unlearnt.add(len(self.messages) - 1)
         else:
             self._add_message(fields, name)
         self._note_unread_fields(fields, name)
@@ -165,7 +173,7 @@ class Conversation:
             key = f"{name}.token_ids"
             ids = parse_list(fields.pop("token_ids"), key, "token ids")
             self.written[len(self.messages)] = parse_token_ids(ids, key)
-        if _parse_unlearnt(fields, role, name):
+        if parse_unlearnt(fields, f"{name}.", role):
             self.unlearnt.add(len(self.messages))
         self.messages.append(message)
 
@@ -295,20 +303,34 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
             )
 
 
-def _parse_unlearnt(fields: dict[str, Any], role: str, name: str) -> bool:
-    """Tell whether a message is excluded from learning. Only assistant messages are learnt."""
+def parse_unlearnt(fields: dict[str, Any], prefix: str = "", role: str = "assistant") -> bool:
+    """Tell whether a message or a row is excluded from learning; remove the fields that say so.
+
+    Args:
+        fields: fields of the message or the row.
+        prefix: start of the field's name in the error.
+        role: role of the message. Only messages of the assistant are learnt.
+
+    Raises:
+        MalformedRowError: a field says neither yes nor no, or excludes a part of a message.
+    """
     unlearnt = False
     for key in LEARNT:
         value = fields.get(key)
         if value is None:
             continue
-        if value not in (0, 1) or isinstance(value, str):
-            raise MalformedRowError(
-                f"{name}.{key}", format_found_value(value), "0 or 1, false or true"
-            )
+        # Where `mask` is true, some tools learn the message and others leave it out.
+        is_unclear = key == "mask" and isinstance(value, bool)
+        if not isinstance(value, int | float) or value not in (0, 1) or is_unclear:
+            allowed = "0 or 1 (learnt)" if key == "mask" else "0 or 1, false or true"
+            raise MalformedRowError(prefix + key, format_found_value(value), allowed)
         if role == "assistant" or not value:
             del fields[key]
         unlearnt = unlearnt or not value
+    for key in LEARNT_RANGES if role == "assistant" else ():
+        if not is_empty(fields.get(key)):
+            allowed = "none, as a message is learnt whole or not at all (train: false)"
+            raise MalformedRowError(prefix + key, format_found_value(fields[key]), allowed)
     return unlearnt
 
 

@@ -27,11 +27,15 @@ from data.rows.field_checks import (
     show_fields,
 )
 from data.rows.messages import (
+    LEARNT,
+    LEARNT_RANGES,
+    ROLES,
     SYSTEM,
     Conversation,
     Messages,
     parse_token_ids,
     parse_tools,
+    parse_unlearnt,
     refuse_media,
 )
 from data.rows.row_digests import compute_row_digest, count_copies
@@ -53,6 +57,21 @@ RESULTS = ("answer", "Answer")
 REPLIES = ("response", "completion", "output", "solution", "answer", "Solution", "Answer")
 CATEGORIES = ("category", "subject")
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+GOOD = ("label", "kto_tag")
+"""Fields of TRL, LlamaFactory and ms-swift: false is a bad answer, from which KTO learns."""
+CELLS = {"true": True, "false": False, "0": 0, "0.0": 0, "1": 1, "1.0": 1}
+"""Truth values as cells of a CSV file have them."""
+CONTEXTS = ("context", "passage")
+"""Texts that a question is about."""
+COMPLETE = (Form.messages, Form.conversations, Form.turns)
+"""Forms whose messages need no field beside them."""
+MEANT = re.compile(
+    r"history|contexts?|passages?|documents?|article|story|paragraphs?"
+    r"|choices|options|endings|answer_choices|[A-D]|op[a-d]|(choice|option)_?\w"
+)
+"""Fields without which a row means something else."""
+ANSWERS = (*REPLIES, "answers", "code", "role")
+"""Fields that tell that a `text` is one turn of a dialogue."""
 DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 ROLE_NAME = r"(im_start|start|bom|\w*(user|assistant|header|turn|role)\w*)"
 BARE_ROLE = r"<(s|bos|\|begin_of_text\||\|endoftext\|)>(system|user|bot|assistant)(?=\n)"
@@ -314,16 +333,22 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
         record = replace(
             record,
             messages=conversation.messages,
-            unlearnt_messages=frozenset(conversation.unlearnt),
+            unlearnt_messages=_pop_unlearnt_messages(fields, conversation),
             truncated_messages=_pop_cut_off_messages(fields, conversation.messages),
             written_ids=conversation.written,
         )
+        _refuse_lost_fields(fields, form, conversation.messages)
     elif form is Form.text:
         record = replace(record, text=parse_text(fields.pop("text"), "text"))
+        if _pop_exclusion(fields):
+            raise MalformedRowError("text", "a text that is not learnt", "a row to learn")
         if detected:
             refuse_dialogue(find_turn_marker(str(record.text)))
+            _refuse_answered_text(fields, str(record.text))
     else:
-        record = replace(record, tokens=_parse_tokens(fields))
+        ids, mask = _parse_tokens(fields)
+        excluded = _pop_exclusion(fields)
+        record = replace(record, tokens=(ids, [learnt and not excluded for learnt in mask]))
     unread = [name for name, value in fields.items() if not is_empty(value)]
     return replace(record, unread_fields=(*unread, *hidden, *conversation.unread))
 
@@ -339,6 +364,98 @@ def _pop_cut_off_messages(fields: Fields, messages: Messages) -> frozenset[int]:
             allowed = f"numbers of the {len(answers)} answers, counted from 0"
             raise MalformedRowError(TRUNCATED_TURNS, format_found_value(number), allowed)
     return frozenset(answers[number] for number in numbers)
+
+
+def _pop_unlearnt_messages(fields: Fields, conversation: Conversation) -> frozenset[int]:
+    """Remove the fields that exclude answers from learning; return the indices of these answers."""
+    is_excluded = _pop_exclusion(fields)
+    answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    for name in GOOD if answers else ():
+        value = _parse_cell(fields.get(name))
+        if isinstance(value, bool):
+            is_excluded |= not value
+            del fields[name]
+        elif isinstance(value, int | float) and value in (0, 1):
+            allowed = "false (a bad answer) or true; a number may be a class: name it otherwise"
+            raise MalformedRowError(name, format_found_value(value), allowed)
+    return frozenset(answers if is_excluded else conversation.unlearnt)
+
+
+def _pop_exclusion(fields: Fields) -> bool:
+    """Remove the fields that tell whether a row is learnt; tell whether it is excluded."""
+    has_ids = "input_ids" in fields
+    flags: Fields = {}
+    for name in (*LEARNT, *LEARNT_RANGES, *MASKS):
+        value = _parse_cell(fields.get(name))
+        if name == "mask" and isinstance(value, str):  # NeMo names the role that is not learnt
+            role = ROLES.get(value.lower())
+            value = value if role is None else int(role != "assistant")
+        is_of_ids = has_ids and isinstance(value, list)
+        is_measured = name == "loss" and not isinstance(value, bool)
+        if is_empty(value) or isinstance(value, str) or is_of_ids or is_measured:
+            continue
+        flags[name] = value
+        del fields[name]
+        if name not in (*LEARNT, *LEARNT_RANGES):
+            raise MalformedRowError(name, format_found_value(value), "a list beside input_ids")
+    return parse_unlearnt(flags)
+
+
+def _parse_cell(value: object) -> object:
+    return CELLS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _refuse_lost_fields(fields: Fields, form: Form, messages: Messages) -> None:
+    """Refuse a row with a field that changes what its messages mean, and that is not read.
+
+    Raises:
+        MalformedRowError: such a field has a text that the messages lack.
+    """
+    is_answered = any(message["role"] == "assistant" for message in messages)
+    of_answers = ("chosen", *(() if form in COMPLETE else PROMPTS[1:]))
+    for name, value in fields.items():
+        if not (is_answered if name in of_answers else MEANT.fullmatch(name)):
+            continue
+        said = _remove_white_space("".join(message["content"] for message in messages))
+        if any(_remove_white_space(text) not in said for text in _list_texts(value)):
+            allowed = (
+                "a text that the messages hold too, as they would mean something else without it; "
+                "write it into the question, or map it, e.g. "
+                "data.columns={instruction: question, input: context}"
+            )
+            raise MalformedRowError(name, format_found_value(value), allowed)
+
+
+def _refuse_answered_text(fields: Fields, text: str) -> None:
+    """Refuse a text that is a question or an answer, as it would be learnt whole.
+
+    Raises:
+        MalformedRowError: a field beside it tells so.
+    """
+    said = _remove_white_space(text)
+    for name in ANSWERS:
+        value = fields.get(name)
+        texts = [] if isinstance(value, int | float) else _list_texts(value)  # no class of the text
+        if any(_remove_white_space(answer) not in said for answer in texts):
+            allowed = (
+                "plain text without it; map it, e.g. data.columns={prompt: text, response: "
+                f"{name}}}, or set data.form=text to learn the whole text"
+            )
+            raise MalformedRowError(name, format_found_value(value), allowed)
+
+
+def _list_texts(value: object) -> list[str]:
+    """List the texts and numbers in a field, also of one written as JSON."""
+    value = parse_if_json(value)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return [text for part in value for text in _list_texts(part)]
+    return [] if value is None else [str(value)]
+
+
+def _remove_white_space(text: str) -> str:
+    return "".join(text.split())
 
 
 def _rename_fields(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
@@ -380,6 +497,37 @@ def _parse_system_prompt(value: object, name: str) -> str | None:
 
 def _add_conversation(fields: Fields, key: str, conversation: Conversation) -> None:
     conversation.add_messages(parse_list(fields.pop(key), key, "objects"), key)
+    if not is_empty(fields.get("chosen")):
+        _add_chosen(_parse_if_message(fields.pop("chosen")), conversation)
+
+
+def _add_chosen(chosen: object, conversation: Conversation) -> None:
+    """Add the answer that was chosen to the conversation before it, as LlamaFactory has them.
+
+    A list may repeat the conversation before the answer. It replaces the conversation's own answer.
+    """
+    given = Conversation()
+    _add_role_text(chosen, "chosen", "assistant", given)
+    if given.messages == conversation.messages[-1:]:
+        return
+    *before, answer = given.messages
+    has_answer = any(m["role"] == "assistant" for m in conversation.messages[-1:])
+    asked = conversation.messages[:-1] if has_answer else conversation.messages
+    has_system = any(message["role"] in SYSTEM for message in before)
+    repeats = before == (asked if has_system else _drop_system(asked))
+    if answer["role"] != "assistant" or not (repeats or not (before or has_answer)):
+        allowed = "the answer to the last question of the messages"
+        raise MalformedRowError("chosen", format_found_value(chosen), allowed)
+    index = len(asked)
+    conversation.messages = [*asked, answer]
+    conversation.unlearnt = {i for i in conversation.unlearnt if i < index}
+    conversation.written = {i: ids for i, ids in conversation.written.items() if i < index}
+    if len(before) in given.unlearnt:
+        conversation.unlearnt.add(index)
+
+
+def _drop_system(messages: Messages) -> Messages:
+    return [message for message in messages if message["role"] not in SYSTEM]
 
 
 def _add_turns(fields: Fields, key: str, conversation: Conversation) -> None:
@@ -393,8 +541,7 @@ def _add_turns(fields: Fields, key: str, conversation: Conversation) -> None:
 
 def _add_preference(fields: Fields, key: str, conversation: Conversation) -> None:
     prompt_key = next((name for name in PROMPTS if not is_empty(fields.get(name))), None)
-    prompt = fields.pop(prompt_key) if prompt_key else None
-    chosen = fields.pop(key)
+    chosen = _parse_if_message(fields.pop(key))
     start = Conversation()
     if isinstance(chosen, list):
         start.add_messages(chosen[:1], key)
@@ -402,6 +549,7 @@ def _add_preference(fields: Fields, key: str, conversation: Conversation) -> Non
     # A list that does not begin with the answer repeats the prompt, if there is one.
     if isinstance(chosen, list) and (prompt_key is None or not begins_with_answer):
         conversation.add_messages(parse_list(chosen, key, "objects"), key)
+        prompt = fields.pop(prompt_key) if prompt_key else None
         if prompt_key and not _starts_with_prompt(prompt, prompt_key, conversation.messages):
             raise MalformedRowError(
                 prompt_key, format_found_value(prompt), f"what '{key}' begins with"
@@ -411,8 +559,21 @@ def _add_preference(fields: Fields, key: str, conversation: Conversation) -> Non
         raise MalformedRowError(
             key, format_found_value(chosen), "with a 'prompt' beside, or a list of messages"
         )
-    _add_role_text(prompt, prompt_key, "user", conversation)
+    _add_history(fields, conversation)
+    _add_role_text(_pop_question(fields, prompt_key), prompt_key, "user", conversation)
     _add_role_text(chosen, key, "assistant", conversation)
+
+
+def _parse_if_message(value: object) -> object:
+    """Make a list of a lone message, or of messages written as JSON; return others unchanged."""
+    if isinstance(value, dict):
+        return [value]
+    parsed = parse_if_json(value)
+    if isinstance(parsed, list) and any(
+        isinstance(part, dict) and not {"role", "from"}.isdisjoint(part) for part in parsed
+    ):
+        return parsed
+    return value
 
 
 def _starts_with_prompt(prompt: object, name: str, messages: Messages) -> bool:
@@ -420,29 +581,53 @@ def _starts_with_prompt(prompt: object, name: str, messages: Messages) -> bool:
     _add_role_text(prompt, name, "user", start)
     expected = start.messages
     if all(message["role"] not in SYSTEM for message in expected):
-        messages = [message for message in messages if message["role"] not in SYSTEM]
+        messages = _drop_system(messages)
     return messages[: len(expected)] == expected
 
 
 def _add_alpaca(fields: Fields, key: str, conversation: Conversation) -> None:
-    history = parse_if_json(fields.get("history"))
-    if not is_empty(history):
-        for index, pair in enumerate(parse_list(fields.pop("history"), "history", "pairs")):
-            if not isinstance(pair, list) or len(pair) != 2:
-                allowed = "a pair of the user's text and the answer"
-                raise MalformedRowError(f"history[{index}]", format_found_value(pair), allowed)
-            conversation.add_text("user", pair[0], f"history[{index}][0]")
-            conversation.add_text("assistant", pair[1], f"history[{index}][1]")
-    prompt = parse_text(fields.pop(key), key)
-    more = next((name for name in ("input", "context") if not is_empty(fields.get(name))), None)
-    if more:
-        prompt += "\n\n" + parse_text(fields.pop(more), more)
-    conversation.add_text("user", prompt, key)
+    _add_history(fields, conversation)
+    conversation.add_text("user", _pop_question(fields, key), key)
     _add_reply(fields, ("output", *REPLIES), conversation)
 
 
+def _add_history(fields: Fields, conversation: Conversation) -> None:
+    """Add the turns before a question: pairs of texts, or messages."""
+    if is_empty(parse_if_json(fields.get("history"))):
+        return
+    for index, pair in enumerate(parse_list(fields.pop("history"), "history", "pairs")):
+        if isinstance(pair, dict):
+            conversation.add_message(pair, "history", index)
+            continue
+        if not isinstance(pair, list) or len(pair) != 2:
+            allowed = "a pair of the user's text and the answer"
+            raise MalformedRowError(f"history[{index}]", format_found_value(pair), allowed)
+        conversation.add_text("user", pair[0], f"history[{index}][0]")
+        conversation.add_text("assistant", pair[1], f"history[{index}][1]")
+
+
+def _pop_question(fields: Fields, key: str) -> Any:
+    """Remove a question from the fields; return it with the text beside it that it is about."""
+    question = fields.pop(key)
+    names = ("input", *CONTEXTS) if key == "instruction" else CONTEXTS
+    name = next((name for name in names if not _is_blank(fields.get(name))), None)
+    if name is None or not isinstance(question, str) or not question.strip():
+        return question
+    text = parse_text(fields[name], name)
+    # A prompt may have been built from the question and its text.
+    if key != "instruction" and _remove_white_space(text) in _remove_white_space(question):
+        return question
+    del fields[name]
+    return f"{question}\n\n{text}"
+
+
+def _is_blank(value: object) -> bool:
+    return is_empty(value) or (isinstance(value, str) and value.isspace())
+
+
 def _add_pair(fields: Fields, key: str, conversation: Conversation) -> None:
-    _add_role_text(fields.pop(key), key, "user", conversation)
+    _add_history(fields, conversation)
+    _add_role_text(_pop_question(fields, key), key, "user", conversation)
     _add_reply(fields, REPLIES, conversation)
 
 
@@ -508,6 +693,12 @@ def _parse_tokens(fields: Fields) -> tuple[list[int], list[bool]]:
         allowed = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
         raise MalformedRowError("input_ids", "ids without a loss mask", allowed)
     mask = _parse_mask(fields, key, ids)
+    for other in (*MASKS, "labels"):
+        if is_empty(fields.get(other)):
+            continue
+        second = _parse_mask(fields, other, ids)
+        if not all(second) and second != mask:
+            raise MalformedRowError(other, f"another mask than in '{key}'", "the same mask")
     if is_empty(fields.get("attention_mask")):
         return ids, mask
     attended = _parse_mask(fields, "attention_mask", ids)

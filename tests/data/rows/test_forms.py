@@ -12,9 +12,11 @@ from conf.errors import InputError
 from conf.settings.data import COLUMNS, DataConfig, Form
 from data.rows.data_files import Row
 from data.rows.field_checks import MalformedRowError, format_found_value
-from data.rows.messages import REASONING, ROLES
+from data.rows.messages import LEARNT, REASONING, ROLES
 from data.rows.records import (
+    CONTEXTS,
     FORMS,
+    GOOD,
     MASKS,
     PROMPTS,
     REPLIES,
@@ -139,10 +141,17 @@ def chat(*messages: Any, **fields: Any) -> dict:
         ({"instruction": "Sum up", "context": "A story", "response": "Hello"},
          [{"role": "user", "content": "Sum up\n\nA story"}, ASSISTANT]),
         ({"instruction": "Hi", "response": "Hello"}, CHAT),
-        ({"instruction": "More", "input": "", "output": "Yes", "system": "Be kind",
-          "history": [["Hi", "Hello"]]},
-         [SYSTEM, *CHAT, {"role": "user", "content": "More"},
-          {"role": "assistant", "content": "Yes"}]),
+        *(({question: "More", "input": "", "output": "Yes", "system": "Be kind",
+            "history": history},
+           [SYSTEM, *CHAT, {"role": "user", "content": "More"},
+            {"role": "assistant", "content": "Yes"}])
+          for question in ("instruction", "prompt", "query")
+          for history in ([["Hi", "Hello"]], CHAT)),
+        # What a question is about, unless the question has it.
+        *(({question: "Sum up", context: "A story", "answer": "Hello"},
+           [{"role": "user", "content": "Sum up\n\nA story"}, ASSISTANT])
+          for question in ("instruction", "prompt", "question", "input")
+          for context in ("context", "passage")),
         # Preferences: the chosen answer.
         ({"prompt": "Hi", "chosen": "Hello"}, CHAT),
         ({"system": "Be kind", "question": "Hi", "chosen": "Hello"}, [SYSTEM, *CHAT]),
@@ -152,6 +161,18 @@ def chat(*messages: Any, **fields: Any) -> dict:
         ({"prompt": "Hi", "chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
         ({"chosen": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
         ({"chosen": [ASSISTANT, *CHAT]}, [ASSISTANT, *CHAT]),
+        ({"prompt": "Hi", "chosen": ASSISTANT}, CHAT),
+        ({"prompt": "Hi", "chosen": json.dumps([ASSISTANT])}, CHAT),
+        ({"instruction": "Sum up", "input": "A story", "history": [["Hi", "Hello"]],
+          "chosen": "Hello"},
+         [*CHAT, {"role": "user", "content": "Sum up\n\nA story"}, ASSISTANT]),
+        # It stands beside the conversation, or repeats the conversation.
+        *((chat(*CHAT, USER, chosen=chosen), [*CHAT, *CHAT])
+          for chosen in ("Hello", ASSISTANT, [ASSISTANT], SHAREGPT[1], [*CHAT, *CHAT],
+                         json.dumps([ASSISTANT]))),
+        (chat(*CHAT, USER, system="Be kind", chosen=[*CHAT, *CHAT]), [SYSTEM, *CHAT, *CHAT]),
+        *((chat(*CHAT, chosen=chosen), CHAT) for chosen in ("Hello", ASSISTANT, CHAT)),
+        (chat(USER, ASSISTANT | {"content": "No"}, chosen=CHAT), CHAT),
         ({"prompt": "Hi", "chosen": '["Hello"]'},
          [USER, {"role": "assistant", "content": '["Hello"]'}]),
     ],
@@ -193,8 +214,33 @@ def test_the_first_form_that_a_row_has_a_key_of(row, form):
         (chat(*CHAT, category="math"), {"category": "math"}),
         (chat(*CHAT, system="Be kind", category=""), {"messages": [SYSTEM, *CHAT]}),
         *((chat(USER, ASSISTANT | {key: value}), {"unlearnt_messages": frozenset({1})})
-          for key in ("weight", "train", "training", "loss") for value in (0, False)),
-        (chat(USER, ASSISTANT | {"weight": 1}), {}),
+          for key in ("weight", "train", "training", "loss", "loss_mask", "loss_weight",
+                      "loss_scale", "trainable", "train_on_turn", "learnable")
+          for value in (0, 0.0, False)),
+        (chat(USER, ASSISTANT | {"mask": 0}), {"unlearnt_messages": frozenset({1})}),
+        (chat(USER, ASSISTANT | {"weight": 1, "mask": 1, "train_detail": []}), {}),
+        ({"conversation": [{"input": "Hi", "output": "Hello", "train": False}]},
+         {"unlearnt_messages": frozenset({1})}),
+        # Rows that are not learnt, or whose answer is a bad one.
+        *((chat(*CHAT, **{key: 0}), {"unlearnt_messages": frozenset({1})})
+          for key in ("weight", "train", "loss_mask", "loss_scale", "trainable", "train_on_turn",
+                      "learnable", "mask")),
+        (chat(*CHAT, loss=False), {"unlearnt_messages": frozenset({1})}),
+        (chat(*CHAT, USER, ASSISTANT, train=False),
+         {"messages": [*CHAT, *CHAT], "unlearnt_messages": frozenset({1, 3})}),
+        *((row | {key: value}, {"unlearnt_messages": excluded})
+          for row in ({"prompt": "Hi", "completion": "Hello"}, chat(*CHAT))
+          for key in ("label", "kto_tag")
+          for value, excluded in ((False, frozenset({1})), ("False", frozenset({1})),
+                                  (True, frozenset()), ("true", frozenset()))),
+        (chat(*CHAT, loss_mask="0", train="True"), {"unlearnt_messages": frozenset({1})}),
+        (chat(*CHAT, mask="User"), {}),
+        (chat(*CHAT, mask="Assistant"), {"unlearnt_messages": frozenset({1})}),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1], "train": False},
+         {"messages": None, "tokens": ([1, 2], [False, False])}),
+        # A second mask says the same, or everything.
+        ({"input_ids": [1, 2], "loss_mask": [0, 1], "labels": [-100, 2], "completion_mask": [1, 1]},
+         {"messages": None, "tokens": ([1, 2], [False, True])}),
         # Places count from the first message that remains.
         (chat({"role": "system", "content": ""}, USER, ASSISTANT | {"train": False}),
          {"unlearnt_messages": frozenset({1})}),
@@ -236,6 +282,20 @@ def test_what_stands_beside_messages(row, fields):
          ("system_prompt",)),
         ({"prompt": "Hi", "reply": "Hello"}, ("reply",)),
         ({"text": "x", "question": "y"}, ("question",)),
+        ({"text": "a x", "answer": "x", "output": 3}, ("answer", "output")),
+        # The row means the same without them: messages have their texts, or nothing is learnt.
+        (chat({"role": "user", "content": "Is A  story sad?"}, ASSISTANT, context="A story",
+              choices=["sad"], history="[]"), ("context", "choices", "history")),
+        ({"prompt": "Sum up:\nA  story", "context": "A story", "answer": "x"}, ("context",)),
+        ({"question": "Hi", "context": " \n", "answer": "Hello"}, ("context",)),
+        (chat(*CHAT, rejected_response="No", loss=1.5, label=3, input="x"),
+         ("rejected_response", "loss", "label", "input")),
+        (chat(USER, label=0), ("label",)),
+        (chat(*CHAT, weight="12 kg", mask="all"), ("weight", "mask")),
+        (chat(*CHAT, input_ids=[1, 2], loss_mask=[0, 1], labels=[1, 2]),
+         ("input_ids", "loss_mask", "labels")),
+        (chat(USER | {"train_detail": [{"train": False}]}, ASSISTANT),
+         ("messages[].train_detail",)),
         ({"input_ids": [1], "labels": [1], "length": 1}, ("length",)),
     ],
 )  # fmt: skip
@@ -313,6 +373,34 @@ def test_what_is_not_read_is_named(row, unread):
          r"'conversations\[2\].value': found 'f\(x\)' .*a non-empty list of tool calls"),
         (chat(USER, ASSISTANT | {"weight": 0.5}), r"'messages\[1\].weight': found 0.5 .*0 or 1"),
         (chat(USER, ASSISTANT | {"train": "no"}), r"'messages\[1\].train': found 'no'"),
+        *((chat(USER, ASSISTANT | {key: value}), rf"'messages\[1\].{key}': found .*0 or 1")
+          for key, value in (("loss_scale", 0.5), ("loss_mask", [0, 1]), ("mask", True),
+                             ("mask", False), ("trainable", "yes"))),
+        (chat(USER, ASSISTANT | {"train_detail": [{"begin_offset": 0, "train": False}]}),
+         r"'messages\[1\].train_detail': found .*learnt whole or not at all"),
+        *((chat(*CHAT, **{key: value}), rf"field '{key}': found .*allowed: ")
+          for key, value in (("loss_scale", 0.5), ("weight", 0.5), ("mask", True),
+                             ("train_detail", [{"train": False}]), ("loss_mask", [0, 1]),
+                             ("assistant_masks", [0, 1]), ("label", 0), ("label", 1),
+                             ("kto_tag", 0), ("history", [["a", "b"]]), ("document", "A story"),
+                             ("choices", ["A", "B"]), ("options", '["x", "y"]'),
+                             ("context", {"text": "A story"}), ("chosen", "Other"),
+                             ("chosen", [USER, USER]), ("chosen", [SYSTEM, *CHAT]),
+                             ("chosen", True))),
+        (chat({"role": "system", "content": ""}, chosen=[USER, ASSISTANT]), r"'chosen': found"),
+        *(({"question": "Hi", "answer": "Hello", key: value}, rf"field '{key}': found .*allowed: ")
+          for key, value in (("choices", [1, 2]), ("A", "x"), ("choice_B", "x"), ("opa", "x"),
+                             ("endings", ["x"]), ("context", ["A story"]), ("input", "A story"),
+                             ("documents", ["A story"]), ("history", "A story"))),
+        ({"instruction": "Answer", "question": "Why?", "output": "Hello"}, r"'question': found"),
+        ({"turns": ["Hi"], "context": "A story"}, r"'context': found 'A story'"),
+        *(({"text": "Sort a list.", key: value},
+           rf"'{key}': found .*data.columns=\{{prompt: text, response: {key}\}}, or set data.form=")
+          for key, value in (("code", "sorted(x)"), ("answer", "x"), ("output", ["x"]),
+                             ("role", "prompter"))),
+        ({"text": "Hi", "train": False}, r"'text': found a text that is not learnt"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "labels": [-100, 2]},
+         r"'labels': found another mask than in 'loss_mask'"),
         (chat(USER, ASSISTANT | {"token_ids": [1, -2]}),
          r"'messages\[1\].token_ids\[1\]': found -2"),
         (chat(*CHAT, tools=[{"type": "function", "function": {}}]), r"'tools\[0\]': .*a 'name'"),
@@ -346,9 +434,22 @@ def test_what_cannot_be_read_is_refused_by_name(row, message):
         read(row)
 
 
-def test_a_rendered_dialogue_is_learnt_whole_where_that_is_said():
-    text = "<|im_start|>user\nHi"
-    assert read({"text": text}, Form.text).text == text
+def test_a_text_is_learnt_whole_where_that_is_said():
+    for row in ({"text": "<|im_start|>user\nHi"}, {"text": "Sort a list.", "code": "sorted(x)"}):
+        assert read(row, Form.text).text == row["text"]
+
+
+def test_a_chosen_answer_takes_the_place_and_the_mask_of_another():
+    """What is said of the answer that is not chosen goes with it."""
+    other = ASSISTANT | {"content": "No", "train": False, "token_ids": [5]}
+    record = read(chat(USER, other, chosen=CHAT))
+    assert (record.messages, record.unlearnt_messages, record.written_ids) == (
+        CHAT,
+        frozenset(),
+        {},
+    )
+    record = read(chat(USER, chosen=ASSISTANT | {"train": False}))
+    assert (record.messages, record.unlearnt_messages) == (CHAT, frozenset({1}))
 
 
 @pytest.mark.parametrize(
@@ -425,6 +526,9 @@ def test_the_page_names_every_field():
         *REASONING,
         *REPLIES,
         *MASKS,
+        *LEARNT,
+        *GOOD,
+        *CONTEXTS,
     }
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
