@@ -74,8 +74,11 @@ ANSWERS = (*REPLIES, "answers", "code", "role")
 """Fields that tell that a `text` is one turn of a dialogue."""
 DIALOGUES = ("conversations", "conversation", "dialogue", "dialog")
 ROLE_NAME = r"(im_start|start|bom|\w*(user|assistant|header|turn|role)\w*)"
-BARE_ROLE = r"<(s|bos|\|begin_of_text\||\|endoftext\|)>(system|user|bot|assistant)(?=\n)"
-"""A token that begins any text, in front of a role on a line of its own (Saiga)."""
+BARE_ROLE = (
+    r"(<(s|bos|\|begin_of_text\||\|endoftext\||SPECIAL_\d+)>|\]~b\])"
+    r"(system|user|bot|assistant|ai)(?=\n)"
+)
+"""A token that names no role, in front of a role on a line of its own (Saiga, MiniMax)."""
 ROLE_TOKEN = re.compile(
     rf"<[|\uff5c]{ROLE_NAME}[|\uff5c]?>|\[\|{ROLE_NAME}\|\]|<start_of_turn>|{BARE_ROLE}",
     re.IGNORECASE | re.ASCII,

@@ -38,7 +38,7 @@ def test_dialogues_of_every_family_are_known() -> None:
     }
     assert [name for name, text in texts.items() if not own[name].find_marker(text)] == []
     unknown = [name for name, text in texts.items() if not find_turn_marker(text)]
-    assert unknown == ["nemotron-h", "minimax"]  # `<SPECIAL_11>User`, `]~b]user`
+    assert unknown == []
     assert [text for text in PLAIN if find_turn_marker(text)] == []
     assert [name for name in FAMILIES for text in PLAIN if own[name].find_marker(text)] == []
 
@@ -58,6 +58,8 @@ def test_dialogues_of_every_family_are_known() -> None:
         ("User: Hi\n\nAssistant: Yes", "Assistant:"),  # Falcon
         ("<s>user\nHi</s>\n<s>bot\nYes</s>", "<s>user"),  # Saiga
         ("<s>system\nBe kind</s><s>user\nHi</s>", "<s>system"),
+        ("<SPECIAL_11>User\nHi\n<SPECIAL_11>Assistant\nYes", "<SPECIAL_11>User"),  # Nemotron-H
+        ("]~b]user\nHi[e~[", "]~b]user"),  # MiniMax
         ("<|begin_of_text|>user\nHi", "<|begin_of_text|>user"),
     ],
 )
