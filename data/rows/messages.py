@@ -45,6 +45,10 @@ ROLES = {
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
+MASKING = re.compile(
+    r"(.+_)?(loss|mask|masked|train|training|trainable|learn|learnable|weight|supervised|ignored?)(_.+)?"
+)
+"""Names of masks, whoever uses them."""
 MEDIA = (
     "image", "images", "image_url", "input_image", "video", "videos", "video_url", "audio",
     "audios", "audio_url", "input_audio", "pixel_values",
@@ -327,10 +331,10 @@ def parse_unlearnt(fields: dict[str, Any], prefix: str = "", role: str = "assist
         if role == "assistant" or not value:
             del fields[key]
         unlearnt = unlearnt or not value
-    for key in LEARNT_RANGES if role == "assistant" else ():
-        if not is_empty(fields.get(key)):
-            allowed = "none, as a message is learnt whole or not at all (train: false)"
-            raise MalformedRowError(prefix + key, format_found_value(fields[key]), allowed)
+    for key, value in fields.items() if role == "assistant" else ():
+        if MASKING.fullmatch(key) and isinstance(value, int | float | list) and value != []:
+            allowed = "a mask of a known name: train, true or false for the whole message"
+            raise MalformedRowError(prefix + key, format_found_value(value), allowed)
     return unlearnt
 
 

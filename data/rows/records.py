@@ -66,7 +66,8 @@ CONTEXTS = ("context", "passage")
 COMPLETE = (Form.messages, Form.conversations, Form.turns)
 """Forms whose messages need no field beside them."""
 MEANT = re.compile(
-    r"history|contexts?|passages?|documents?|article|story|paragraphs?"
+    r"history|story|knowledge|evidence|background|snippets|docs|ctxs"
+    r"|(\w+_)?(context|passage|document|article|paragraph)s?"
     r"|choices|options|endings|answer_choices|[A-D]|op[a-d]|(choice|option)_?\w"
 )
 """Fields without which a row means something else."""

@@ -377,7 +377,10 @@ def test_what_is_not_read_is_named(row, unread):
           for key, value in (("loss_scale", 0.5), ("loss_mask", [0, 1]), ("mask", True),
                              ("mask", False), ("trainable", "yes"))),
         (chat(USER, ASSISTANT | {"train_detail": [{"begin_offset": 0, "train": False}]}),
-         r"'messages\[1\].train_detail': found .*learnt whole or not at all"),
+         r"'messages\[1\].train_detail': found .*train, true or false for the whole message"),
+        *((chat(USER, ASSISTANT | {key: value}), rf"'messages\[1\].{key}': found .*a known name")
+          for key, value in (("masked", True), ("ignore_loss", True), ("is_trainable", False),
+                             ("loss_weights", [0.5]), ("token_mask", [0, 1]), ("mask_ratio", 0.5))),
         *((chat(*CHAT, **{key: value}), rf"field '{key}': found .*allowed: ")
           for key, value in (("loss_scale", 0.5), ("weight", 0.5), ("mask", True),
                              ("train_detail", [{"train": False}]), ("loss_mask", [0, 1]),
@@ -391,6 +394,7 @@ def test_what_is_not_read_is_named(row, unread):
         *(({"question": "Hi", "answer": "Hello", key: value}, rf"field '{key}': found .*allowed: ")
           for key, value in (("choices", [1, 2]), ("A", "x"), ("choice_B", "x"), ("opa", "x"),
                              ("endings", ["x"]), ("context", ["A story"]), ("input", "A story"),
+                             ("retrieved_contexts", ["x"]), ("knowledge", "x"), ("ctxs", ["x"]),
                              ("documents", ["A story"]), ("history", "A story"))),
         ({"instruction": "Answer", "question": "Why?", "output": "Hello"}, r"'question': found"),
         ({"turns": ["Hi"], "context": "A story"}, r"'context': found 'A story'"),

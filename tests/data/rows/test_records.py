@@ -118,6 +118,13 @@ def test_a_hub_dataset_with_configurations(hub):
     assert prepare_datasets(config, tokenizer(), seed=0)[2].num_records == 4
 
 
+def test_bad_answers_are_left_out_and_counted(write, tmp_path):
+    rows = [{"prompt": "Hi", "completion": "Hello", "label": n % 2 == 0} for n in range(8)]
+    config = DataConfig(write(*rows), num_proc=1, prepared_dir=str(tmp_path / "prepared"))
+    report = prepare_datasets(config, tokenizer(), seed=0)[2]
+    assert (report.num_records, report.num_dropped, report.unread) == (8, 4, {})
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
