@@ -422,11 +422,9 @@ def _refuse_lost_fields(fields: Fields, form: Form, messages: Messages) -> None:
             continue
         said = _remove_white_space("".join(message["content"] for message in messages))
         if any(_remove_white_space(text) not in said for text in _list_texts(value)):
-            allowed = (
-                "a text that the messages hold too, as they would mean something else without it; "
-                "write it into the question, or map it, e.g. "
-                "data.columns={instruction: question, input: context}"
-            )
+            allowed = "a text that the messages hold too; write it into the question"
+            if isinstance(value, str) and form not in COMPLETE:
+                allowed += f", or set data.columns={{instruction: QUESTION, input: {name}}}"
             raise MalformedRowError(name, format_found_value(value), allowed)
 
 
