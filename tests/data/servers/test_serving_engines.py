@@ -2,7 +2,9 @@
 
 import pytest
 
-from data.servers.serving_engines import DraftCounts
+from data.servers.http_client import Endpoint
+from data.servers.serving_engines import DraftCounts, ServingEngine
+from tests.servers import DraftServer
 
 
 def test_whole_drafts_count_beyond_the_text() -> None:
@@ -37,3 +39,16 @@ def test_drafts_that_end_with_the_text(
 ) -> None:
     found = DraftCounts.from_passes_within_text(text, lengths, depth=3, room=room, stop_ids=[9])
     assert found == DraftCounts(text, drafts, proposed, accepted)
+
+
+def test_a_server_renders_a_message_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    asked: list[dict] = []
+    with DraftServer("vllm", 0, lambda ids, _: (ids, [])) as server:
+        server.rendered = lambda messages: asked.extend(messages) or [5]
+        with ServingEngine(Endpoint(server.root, None), drafts=False) as engine:
+            engine.connect()
+            message = {"role": "user", "content": "a\nb", "content_parts": ["a", "b"]}
+            assert engine.render_prompt([message], None, {}) == [5]
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    assert asked == [{"role": "user", "content": parts}]
