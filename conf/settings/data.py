@@ -27,9 +27,9 @@ class Form(Enum):
 COLUMNS = (
     "messages", "system", "tools", "chat_template_kwargs", "turns", "prompt", "response",
     "reasoning_content", "chosen", "instruction", "input", "output", "history", "text", "input_ids",
-    "loss_mask", "labels", "category",
+    "loss_mask", "labels", "category", "unread",
 )  # fmt: skip
-"""Fields that `data.columns` can map."""
+"""Fields that `data.columns` can map. The field mapped to `unread` is left out."""
 
 
 class OnBadRow(Enum):

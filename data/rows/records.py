@@ -424,7 +424,8 @@ def _refuse_lost_fields(fields: Fields, form: Form, messages: Messages) -> None:
         if any(_remove_white_space(text) not in said for text in _list_texts(value)):
             allowed = "a text that the messages hold too; write it into the question"
             if isinstance(value, str) and form not in COMPLETE:
-                allowed += f", or set data.columns={{instruction: QUESTION, input: {name}}}"
+                allowed += f", set data.columns={{instruction: QUESTION, input: {name}}}"
+            allowed += f", or leave it out: data.columns={{unread: {name}}}"
             raise MalformedRowError(name, format_found_value(value), allowed)
 
 

@@ -468,6 +468,7 @@ def test_a_chosen_answer_takes_the_place_and_the_mask_of_another():
         ({"prompt": "summary", "dialogue": "Hi", "response": "Hello"},
          {"prompt": "dialogue"}, CHAT),
         ({"messages": CHAT, "persona": "Be kind"}, {"system": "persona"}, [SYSTEM, *CHAT]),
+        ({"messages": CHAT, "context": "A story"}, {"unread": "context"}, CHAT),
     ],
 )  # fmt: skip
 def test_columns_of_other_names(row, columns, messages):
@@ -514,7 +515,7 @@ def test_columns_that_are_none(columns, message):
 def test_every_column_is_read_by_some_form():
     known = {name for spec in FORMS for name in spec.keys}
     known |= {*TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS, *PROMPTS, *REPLIES, *MASKS}
-    known |= {"category", "reasoning_content", "history", "labels"}
+    known |= {"category", "reasoning_content", "history", "labels", "unread"}
     assert set(COLUMNS) <= known
     assert [spec.form for spec in FORMS] == list(Form)[1:]
 
