@@ -339,6 +339,7 @@ def test_what_was_left_out_is_printed(folder):
         "malformed: 1 more",
         "fields not read: id (1,000 rows)",
         "not read: test.jsonl (data.split=train)",
+        "copies: 1,000 rows repeat an earlier one",
     ]
 
 
