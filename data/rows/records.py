@@ -59,6 +59,8 @@ CATEGORIES = ("category", "subject")
 MASKS = ("loss_mask", "assistant_masks", "completion_mask")
 GOOD = ("label", "kto_tag")
 """Fields of TRL, LlamaFactory and ms-swift: false is a bad answer, from which KTO learns."""
+VERDICTS = {"is_correct": False, "correct": False, "desirable": False, "rejected": True}
+"""Fields of logged answers, and the truth value that tells a bad answer."""
 CELLS = {"true": True, "false": False, "0": 0, "0.0": 0, "1": 1, "1.0": 1}
 """Truth values as cells of a CSV file have them."""
 CONTEXTS = ("context", "passage")
@@ -66,7 +68,7 @@ CONTEXTS = ("context", "passage")
 COMPLETE = (Form.messages, Form.conversations, Form.turns)
 """Forms whose messages need no field beside them."""
 MEANT = re.compile(
-    r"history|story|knowledge|evidence|background|snippets|docs|ctxs"
+    r"history|story|knowledge|evidence|background|snippets|docs|ctxs|schema|ddl|create_tables?"
     r"|(\w+_)?(context|passage|document|article|paragraph)s?"
     r"|choices|options|endings|answer_choices|[A-D]|op[a-d]|(choice|option)_?\w"
 )
@@ -379,8 +381,13 @@ def _pop_unlearnt_messages(fields: Fields, conversation: Conversation) -> frozen
         if isinstance(value, bool):
             is_excluded |= not value
             del fields[name]
-        elif isinstance(value, int | float) and value in (0, 1):
+        elif isinstance(value, int | float) and value in (-1, 0, 1):
             allowed = "false (a bad answer) or true; a number may be a class: name it otherwise"
+            raise MalformedRowError(name, format_found_value(value), allowed)
+    for name, bad in VERDICTS.items() if answers else ():
+        value = _parse_cell(fields.get(name))
+        if value is bad:
+            allowed = f"{not bad}, or label: false, with which the answer is not learnt"
             raise MalformedRowError(name, format_found_value(value), allowed)
     return frozenset(answers if is_excluded else conversation.unlearnt)
 

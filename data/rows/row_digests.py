@@ -22,20 +22,19 @@ if TYPE_CHECKING:  # records count their copies here
 PROMPTS_FILE = "trained_prompts.json"
 """File of a head or a feature store with the digests of the prompts to train on. Exports and
 uploads lack the file, as everybody could try prompts on it."""
-DIGEST = "xxh3_64 of roles and texts up to the first message of the user"
+DIGEST = "xxh3_64 of the first text of the user"
 """What a digest of a prompt is made of."""
 
 
 def compute_prompt_digest(record: "Record") -> int:
-    """Compute the digest of a row's first prompt: roles and texts to the user's first message.
+    """Compute the digest of a row's first prompt: the user's first text.
 
-    Rows without a message of the user count whole. Answers do not count, so the digest of a prompt
-    stays when a target answers it anew.
+    Rows without a message of the user count whole. System messages and answers do not count, so the
+    digest of a prompt stays when a target answers it anew, under another system message too.
     """
     messages = record.messages or []
-    first = next((i for i, each in enumerate(messages) if each["role"] == "user"), len(messages))
-    said = [[each["role"], each["content"].strip()] for each in messages[: first + 1]]
-    return _hash_json(said or record.text or record.tokens)
+    first = next((each["content"].strip() for each in messages if each["role"] == "user"), None)
+    return _hash_json(first or messages or record.text or record.tokens)
 
 
 def compute_row_digest(record: "Record") -> int:

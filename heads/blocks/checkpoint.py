@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from heads.blocks.network import FULL, SLIDING, BlockHeadConfig, BlockNetwork
 from heads.draft_head import UNKNOWN
-from heads.feature_head import tie_output_head
+from heads.feature_head import check_layer_ids, tie_output_head
 from heads.folders import PROVENANCE, find_head_weights, load_head_tensors
 from heads.layers.llama import parse_rope
 from heads.vocab import DraftVocab
@@ -262,7 +262,10 @@ class BlockCheckpoint:
     def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings
         named = [index + 1 for index in settings.get("target_layer_ids", ())]
-        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+        keys = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+        stated = {"target_layer_ids + 1": named, **{key: settings.get(key) for key in keys}}
+        check_layer_ids(stated, self.make_error)
+        for key in keys:
             named = settings.get(key, named)
         selected = tuple(named if layers is None else layers)
         fc = self.tensors.get("fc.weight")

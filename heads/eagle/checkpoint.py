@@ -24,7 +24,7 @@ from conf.errors import InputError
 from conf.settings.eagle import EagleForm
 from heads.draft_head import UNKNOWN
 from heads.eagle.network import LAYER_NAMES, EagleHeadConfig, EagleNetwork
-from heads.feature_head import tie_output_head
+from heads.feature_head import check_layer_ids, tie_output_head
 from heads.folders import PROVENANCE, find_head_weights, load_head_tensors
 from heads.layers.llama import parse_rope
 from heads.vocab import DraftVocab
@@ -271,12 +271,11 @@ def _parse_layers(
     checkpoint: EagleCheckpoint, layers: Sequence[int] | None, width: int
 ) -> tuple[int, ...]:
     # Engines count layers in several ways, and some name none.
-    exported = checkpoint.export.get("layers")
-    named = (
-        checkpoint.settings.get("eagle_aux_hidden_state_layer_ids", ())
-        if exported is None
-        else exported
-    )
+    exported, settings = checkpoint.export.get("layers"), checkpoint.settings
+    key = "eagle_aux_hidden_state_layer_ids"
+    inner = (settings.get("eagle_config") or {}).get(key)
+    check_layer_ids({key: settings.get(key), f"eagle_config.{key}": inner}, checkpoint.make_error)
+    named = settings.get(key, ()) if exported is None else exported
     selected = tuple(named if layers is None else layers)
     fc = checkpoint.tensors.get("fc.weight")
     if fc is not None and fc.shape[-1] != (len(selected) or 3) * width:

@@ -268,7 +268,7 @@ def _train_locked(
     if accelerator.is_main_process:
         if parts and accelerator.device.type == "cuda":
             print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
-        print_end(outcome, out_dir)
+        print_end(outcome, out_dir, config.data.eval_path)
         if outcome.finished:
             run_record.print_next_command(
                 "train", build_measure_settings(config, source.target.name)
@@ -416,13 +416,14 @@ def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> s
     )
 
 
-def print_end(outcome: Outcome, out_dir: Path) -> None:
+def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
     """Print where the head is, or how to continue."""
     if outcome.finished:
         tau = outcome.evaluation.get("eval/tau")
-        measured = (
-            "" if tau is None else f", tau {tau:.2f} on prompts held out of data.path (chain)"
+        prompts = (
+            "prompts held out of data.path" if eval_path is None else "data.eval_path's prompts"
         )
+        measured = "" if tau is None else f", tau {tau:.2f} on {prompts} (chain)"
         change = outcome.evaluation.get("eval/target_change_percent")
         if change is not None:
             measured += f", the target's own held-out loss {change:+.2f}%"

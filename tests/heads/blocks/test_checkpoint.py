@@ -187,8 +187,12 @@ def test_layers_may_be_told_and_have_several_names(target: Target, tmp_path: Pat
     assert load_head(folder, layers=[1, 2, 3]).config.layers == (1, 2, 3)
     with pytest.raises(InputError, match=r"reads 3 hidden states of 64, .* names \[1, 2\]"):
         load_head(folder, layers=[1, 2])
-    both = ZLAB | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
-    assert load_head(write(tmp_path / "both", both, tensors)).config.layers == (2, 4, 6)
+    both = ZLAB | {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}
+    assert load_head(write(tmp_path / "both", both, tensors)).config.layers == (2, 3, 6)
+    other = ZLAB | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}
+    said = r"target_layer_ids \+ 1=\[2, 3, 6\], but eagle_aux_hidden_state_layer_ids=\[2, 4, 6\]"
+    with pytest.raises(InputError, match=said):
+        load_head(write(tmp_path / "other", other, tensors))
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,11 @@ def test_given_layers_replace_those_of_the_config(tmp_path, target) -> None:
     nested = layouts.eagle3(tmp_path / "nested")
     change(nested, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     assert load_head(str(nested)).taps.layers == (0, 1, 2)
+    change(nested, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    with pytest.raises(
+        InputError, match=r"ids=\[1, 2, 3\], but eagle_config\.eagle_.*=\[0, 1, 2\]"
+    ):
+        load_head(str(nested))
     unset = load_head(str(layouts.eagle3(tmp_path / "unset")))
     assert unset.taps.layers == ()
     assert unset.attach(target).taps.layers == (1, 2, 3)

@@ -279,7 +279,7 @@ def test_an_evaluation_that_fails_loses_nothing(
     assert said.count("the evaluation failed in process 0, training goes on") == 2
     assert f"{error.__name__}: " in said
     assert "in fail\n    raise error" in said
-    command.print_end(outcome, tmp_path)
+    command.print_end(outcome, tmp_path, None)
     assert capsys.readouterr().out.endswith("head; its last evaluation failed, see above\n")
 
 
