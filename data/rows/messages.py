@@ -84,6 +84,7 @@ class Conversation:
         self.messages: Messages = []
         self.unlearnt: set[int] = set()
         self.written: dict[int, list[int]] = {}
+        self.cut_off: set[int] = set()
         self.unread: dict[str, None] = {}
         self._num_given = 0
         if system:
@@ -177,6 +178,8 @@ class Conversation:
             key = f"{name}.token_ids"
             ids = parse_list(fields.pop("token_ids"), key, "token ids")
             self.written[len(self.messages)] = parse_token_ids(ids, key)
+        if role == "assistant" and pop_cut_off(fields):
+            self.cut_off.add(len(self.messages))
         if parse_unlearnt(fields, f"{name}.", role):
             self.unlearnt.add(len(self.messages))
         self.messages.append(message)
@@ -336,6 +339,12 @@ def parse_unlearnt(fields: dict[str, Any], prefix: str = "", role: str = "assist
             allowed = "a mask of a known name: train, true or false for the whole message"
             raise MalformedRowError(prefix + key, format_found_value(value), allowed)
     return unlearnt
+
+
+def pop_cut_off(fields: dict[str, Any]) -> bool:
+    """Remove the reasons why an answer ended; tell whether a server had cut the answer off."""
+    reasons = [fields.pop(name, None) for name in ("finish_reason", "stop_reason")]
+    return not {"length", "max_tokens"}.isdisjoint(map(str, reasons))
 
 
 def restore_parts(message: Message) -> Message:

@@ -36,6 +36,7 @@ from data.rows.messages import (
     parse_token_ids,
     parse_tools,
     parse_unlearnt,
+    pop_cut_off,
     refuse_media,
 )
 from data.rows.row_digests import compute_row_digest, count_copies
@@ -86,6 +87,8 @@ ROLE_TOKEN = re.compile(
     rf"<[|\uff5c]{ROLE_NAME}[|\uff5c]?>|\[\|{ROLE_NAME}\|\]|<start_of_turn>|{BARE_ROLE}",
     re.IGNORECASE | re.ASCII,
 )
+RENDERED_END = re.compile(r"(\[/INST\]|ASSISTANT:|\nAssistant:|### (Assistant|Response):?)\s*\Z")
+"""Start of an answer at the end of a rendered prompt, of templates without turn tokens."""
 RENDERED_START = re.compile(rf"\s*(<[^<>\s]+>\s*)?({ROLE_TOKEN.pattern}|\[INST\])", re.IGNORECASE)
 """Start of a rendered prompt, perhaps after a token that begins any text."""
 MARKER_TEXTS = (
@@ -340,7 +343,7 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
             record,
             messages=conversation.messages,
             unlearnt_messages=_pop_unlearnt_messages(fields, conversation),
-            truncated_messages=_pop_cut_off_messages(fields, conversation.messages),
+            truncated_messages=_pop_cut_off_messages(fields, conversation),
             written_ids=conversation.written,
         )
         _refuse_lost_fields(fields, form, conversation.messages)
@@ -359,17 +362,18 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
     return replace(record, unread_fields=(*unread, *hidden, *conversation.unread))
 
 
-def _pop_cut_off_messages(fields: Fields, messages: Messages) -> frozenset[int]:
-    """Remove the field that lists unfinished answers; return their indices among the messages."""
+def _pop_cut_off_messages(fields: Fields, conversation: Conversation) -> frozenset[int]:
+    """Remove the fields that tell unfinished answers; return their indices among the messages."""
+    answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    cut_off = {*conversation.cut_off, *(answers[-1:] if pop_cut_off(fields) else ())}
     if is_empty(parse_if_json(fields.get(TRUNCATED_TURNS))):
-        return frozenset()
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return frozenset(cut_off)
     numbers = parse_list(fields.pop(TRUNCATED_TURNS), TRUNCATED_TURNS, "numbers of answers")
     for number in numbers:
         if type(number) is not int or not 0 <= number < len(answers):
             allowed = f"numbers of the {len(answers)} answers, counted from 0"
             raise MalformedRowError(TRUNCATED_TURNS, format_found_value(number), allowed)
-    return frozenset(answers[number] for number in numbers)
+    return frozenset(cut_off | {answers[number] for number in numbers})
 
 
 def _pop_unlearnt_messages(fields: Fields, conversation: Conversation) -> frozenset[int]:
@@ -597,7 +601,9 @@ def _starts_with_prompt(prompt: object, name: str, messages: Messages) -> bool:
 
 def _add_alpaca(fields: Fields, key: str, conversation: Conversation) -> None:
     _add_history(fields, conversation)
-    conversation.add_text("user", _pop_question(fields, key), key)
+    question = parse_text(_pop_question(fields, key), key)
+    _refuse_rendered_prompt(question, key)
+    conversation.add_text("user", question, key)
     _add_reply(fields, ("output", *REPLIES), conversation)
 
 
@@ -669,11 +675,16 @@ def _add_role_text(value: object, key: str, role: str, conversation: Conversatio
             conversation.add_text(role, text, f"{key}[{index}]")
     else:
         text = parse_text(value, key, "a string or a list of messages")
-        marker = find_rendered_start(text)
-        if marker:
-            problem = f"a rendered prompt (it begins with {marker!r})"
-            raise MalformedRowError(key, problem, "messages or a bare question, to render")
+        _refuse_rendered_prompt(text, key)
         conversation.messages.append({"role": role, "content": text})
+
+
+def _refuse_rendered_prompt(text: str, key: str) -> None:
+    start, end = find_rendered_start(text), RENDERED_END.search(text)
+    marker = f"begins with {start!r}" if start else end and f"ends with {end.group().strip()!r}"
+    if marker:
+        problem = f"a rendered prompt (it {marker})"
+        raise MalformedRowError(key, problem, "messages or a bare question, to render")
 
 
 # Order decides for rows with keys of several forms. Published datasets often have a rendered `text`

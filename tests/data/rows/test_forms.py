@@ -419,6 +419,8 @@ def test_what_is_not_read_is_named(row, unread):
         ({"prompt": "Bye", "chosen": CHAT}, r"'prompt': found 'Bye' .*what 'chosen' begins with"),
         *(({key: "<s>[INST] Hi [/INST]", "response": "Yes"}, rf"'{key}': found a rendered prompt")
           for key in ("prompt", "question")),
+        *(({key: "USER: Hi ASSISTANT:", "output": "Yes"}, rf"'{key}': .* ends with 'ASSISTANT:'")
+          for key in ("instruction", "prompt", "question")),
         ({"input_ids": [1, 2]}, r"'input_ids': found ids without a loss mask; allowed: one of the "
                                 r"fields loss_mask, assistant_masks, completion_mask, labels"),
         ({"input_ids": [1, 2], "loss_mask": [1]},
@@ -438,6 +440,19 @@ def test_what_is_not_read_is_named(row, unread):
 def test_what_cannot_be_read_is_refused_by_name(row, message):
     with pytest.raises(MalformedRowError, match=message):
         read(row)
+
+
+@pytest.mark.parametrize(
+    ("message", "row", "indices"),
+    [
+        ({"finish_reason": "length"}, {}, {1}),
+        ({}, {"stop_reason": "max_tokens"}, {1}),
+        ({"finish_reason": "stop", "stop_reason": None}, {"finish_reason": "end_turn"}, set()),
+    ],
+)
+def test_answers_that_a_server_cut_off(message, row, indices):
+    record = read({"messages": [USER, ASSISTANT | message]} | row)
+    assert (record.truncated_messages, record.unread_fields) == (indices, ())
 
 
 def test_a_text_is_learnt_whole_where_that_is_said():
