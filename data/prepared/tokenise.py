@@ -36,8 +36,7 @@ from conf.files import SAFETENSORS_SUFFIX, compute_file_checksum
 from conf.settings.data import Form, PackedConfig
 from data.rows.data_files import Row
 from data.rows.field_checks import MalformedRowError
-from data.rows.records import parse_record, refuse_dialogue
-from data.rows.row_digests import compute_prompt_digest
+from data.rows.records import compute_prompt_digest, parse_record, refuse_dialogue
 from data.templates.record_encoder import RecordEncoder, Sample
 
 SHARD_ROWS = 2048

@@ -39,7 +39,7 @@ from data.rows.messages import (
     pop_cut_off,
     refuse_media,
 )
-from data.rows.row_digests import compute_row_digest, count_copies
+from data.rows.row_digests import compute_digest, count_copies
 
 NUM_ROWS_TO_DETECT = 100
 """Rows from which the form is recognised."""
@@ -198,6 +198,22 @@ def load_records(path: str, config: RowsConfig | None = None) -> LoadedRecords:
     return LoadedRecords(
         records, form, bad, digest.hexdigest(), dict(unread), source.left_out, num_copies
     )
+
+
+def compute_prompt_digest(record: Record) -> int:
+    """Compute the digest of a row's first prompt: the user's first text.
+
+    Rows without a message of the user count whole. System messages and answers do not count, so the
+    digest of a prompt stays when a target answers it anew, under another system message too.
+    """
+    messages = record.messages or []
+    first = next((each["content"].strip() for each in messages if each["role"] == "user"), None)
+    return compute_digest(first) if first else compute_row_digest(record)
+
+
+def compute_row_digest(record: Record) -> int:
+    """Compute the digest of a whole row: its messages, text or tokens."""
+    return compute_digest(record.messages or record.text or record.tokens)
 
 
 def format_malformed_rows(bad: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -16,33 +16,15 @@ import xxhash
 from conf.errors import InputError
 from conf.files import load_json
 
-if TYPE_CHECKING:  # records count their copies here
-    from data.rows.records import Record
-
 PROMPTS_FILE = "trained_prompts.json"
 """File of a head or a feature store with the digests of the prompts to train on. Exports and
 uploads lack the file, as everybody could try prompts on it."""
 DIGEST = "xxh3_64 of the first text of the user"
-"""What a digest of a prompt is made of."""
+"""What a digest of a prompt is made of, see `compute_prompt_digest`."""
 
 
-def compute_prompt_digest(record: "Record") -> int:
-    """Compute the digest of a row's first prompt: the user's first text.
-
-    Rows without a message of the user count whole. System messages and answers do not count, so the
-    digest of a prompt stays when a target answers it anew, under another system message too.
-    """
-    messages = record.messages or []
-    first = next((each["content"].strip() for each in messages if each["role"] == "user"), None)
-    return _hash_json(first or messages or record.text or record.tokens)
-
-
-def compute_row_digest(record: "Record") -> int:
-    """Compute the digest of a whole row: its messages, text or tokens."""
-    return _hash_json(record.messages or record.text or record.tokens)
-
-
-def _hash_json(content: Any) -> int:
+def compute_digest(content: Any) -> int:
+    """Compute the digest of JSON content."""
     text = json.dumps(content, sort_keys=True, default=str)
     return xxhash.xxh3_64_intdigest(text.encode())
 

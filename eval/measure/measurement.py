@@ -27,8 +27,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_default_paths
 from data.rows.data_files import find_dataset_revision
-from data.rows.records import LoadedRecords, Record, load_records
-from data.rows.row_digests import compute_prompt_digest
+from data.rows.records import LoadedRecords, Record, compute_prompt_digest, load_records
 from data.servers.server_pool import HiddenStatesPool
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.generation_config import apply_generation_config

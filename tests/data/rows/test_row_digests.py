@@ -10,8 +10,8 @@ import xxhash
 from pyarrow import parquet
 
 from conf.errors import InputError
-from data.rows.records import load_records
-from data.rows.row_digests import PromptDigests, compute_prompt_digest
+from data.rows.records import compute_prompt_digest, load_records
+from data.rows.row_digests import PromptDigests
 
 FORMS = {
     "messages": {"messages": [{"role": "user", "content": "Why?"}]},

@@ -39,7 +39,7 @@ class ToyHead(nn.Linear):
 
     find_embeddings = find_output_heads
 
-    def save(self, folder: Path, provenance: dict) -> None:
+    def save(self, folder: Path, provenance: dict, _documents: dict) -> None:
         write_head_folder(
             folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance}
         )
