@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from mutants import TESTS
 from omegaconf import DictConfig, OmegaConf
 
-from data.rows.messages import LEARNT, LEARNT_RANGES, REASONING, ROLES
+from data.rows.messages import CUT_OFF, END_REASONS, LEARNT, LEARNT_RANGES, REASONING, ROLES
 from data.rows.records import (
     ANSWERS,
     CATEGORIES,
@@ -278,7 +278,7 @@ def test_words_in_code_are_known() -> None:
     known |= {name for spec in FORMS for name in spec.keys}
     known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
-    known |= {*CONTEXTS, *GOOD, *LEARNT_RANGES, *ANSWERS}
+    known |= {*CONTEXTS, *GOOD, *LEARNT_RANGES, *ANSWERS, *END_REASONS, *CUT_OFF}
     known |= {word for _, word in words if MEANT.fullmatch(word)}
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"

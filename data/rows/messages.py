@@ -61,6 +61,10 @@ LEARNT = (
 """Fields of OpenAI, axolotl, ms-swift, verl, tinker and home-llm: 0 or false is not learnt."""
 LEARNT_RANGES = ("train_detail", "training_detail")
 """Fields of axolotl: ranges of characters to learn."""
+END_REASONS = ("finish_reason", "stop_reason")
+"""Fields in which servers of OpenAI and Anthropic say why an answer ended."""
+CUT_OFF = ("length", "max_tokens")
+"""Reasons of an answer that a server cut off."""
 PLACE = re.compile(r"\[\d+\]")
 MESSAGE = "an object with 'role' and 'content'"
 
@@ -343,8 +347,8 @@ def parse_unlearnt(fields: dict[str, Any], prefix: str = "", role: str = "assist
 
 def pop_cut_off(fields: dict[str, Any]) -> bool:
     """Remove the reasons why an answer ended; tell whether a server had cut the answer off."""
-    reasons = [fields.pop(name, None) for name in ("finish_reason", "stop_reason")]
-    return not {"length", "max_tokens"}.isdisjoint(map(str, reasons))
+    reasons = [fields.pop(name, None) for name in END_REASONS]
+    return not set(CUT_OFF).isdisjoint(map(str, reasons))
 
 
 def restore_parts(message: Message) -> Message:
