@@ -489,7 +489,7 @@ def test_a_chosen_answer_takes_the_place_and_the_mask_of_another():
     ],
 )  # fmt: skip
 def test_columns_of_other_names(row, columns, messages):
-    record = read(row, **columns)
+    record = read(row, **DataConfig(columns=columns).columns)
     assert (record.messages, record.row) == (messages, row)
 
 

@@ -283,6 +283,19 @@ def test_an_evaluation_that_fails_loses_nothing(
     assert capsys.readouterr().out.endswith("head; its last evaluation failed, see above\n")
 
 
+@pytest.mark.parametrize(
+    ("eval_path", "prompts"),
+    [(None, "prompts held out of data.path"), ("held.jsonl", "data.eval_path's prompts")],
+)
+def test_the_end_names_the_prompts_of_its_tau(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], eval_path: str | None, prompts: str
+) -> None:
+    command.print_end(Outcome(True, 3, {"eval/tau": 1.5}), tmp_path, eval_path)
+    assert (
+        capsys.readouterr().out == f"head saved to {tmp_path}/head, tau 1.50 on {prompts} (chain)\n"
+    )
+
+
 def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:
     def interrupt(_head: Any) -> dict[str, float]:
         raise KeyboardInterrupt
