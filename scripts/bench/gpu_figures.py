@@ -67,13 +67,13 @@ FLOORS: dict[str, dict[str, float]] = {
     "medusa": {"original's time over ours": 1.5, "original's memory over ours": 1.8},
     "train medusa": {"FLOP/s over those of a matmul": 0.25},
     "train eagle1": {"FLOP/s over those of a matmul": 0.2},
-    "train eagle3": {"FLOP/s over those of a matmul": 0.2},
-    "train dflash": {"FLOP/s over those of a matmul": 0.1},
+    "train eagle3": {"FLOP/s over those of a matmul": 0.45},
+    "train dflash": {"FLOP/s over those of a matmul": 0.45},
     "train peagle": {"FLOP/s over those of a matmul": 0.1},
     "decode": {
         "same tokens, captured or not": 1.0,
-        **{f"speed-up / tau, {head} chain": 0.6 for head in SHAPES},
-        **{f"speed-up / tau, {head} tree": 0.5 for head in ("eagle3", "dflash")},
+        **{f"speed-up / tau, {head} chain": 0.55 for head in SHAPES},
+        **{f"speed-up / tau, {head} tree": 0.4 for head in ("eagle3", "dflash")},
     },
     "capture": {"int8, hidden over the bare pass": 0.7, "int8, top_k over pass and logits": 0.7},
 }
