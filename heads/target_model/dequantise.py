@@ -109,6 +109,21 @@ def collect_gguf_facts(gguf: GgufTarget) -> dict[str, Any]:
     return gguf.arch_metadata | {"beside": _load_config_beside(gguf)}
 
 
+def collect_tokenizer_facts(gguf: GgufTarget) -> dict[str, Any] | None:
+    """Collect the metadata that decide the tokenizer; None if files beside decide.
+
+    What transformers makes of the metadata is written otherwise by each of its versions.
+    """
+    if _has_tokenizer_beside(gguf):
+        return None
+    keys = [key for key in gguf.content.metadata if key.startswith("tokenizer.")]
+    return {key: gguf.get_metadata(key) for key in keys if key != "tokenizer.chat_template"}
+
+
+def _has_tokenizer_beside(gguf: GgufTarget) -> bool:
+    return bool({"tokenizer.json", "tokenizer_config.json"} & set(gguf.original_files))
+
+
 def load_config_file(file: Path) -> dict[str, Any]:
     """Read a `config.json` of any transformers version."""
     stored: dict[str, Any] = json.loads(file.read_text())
@@ -275,7 +290,7 @@ def _make_generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
 
 def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:
     """Write the tokenizer beside the file, or else the file's own."""
-    own = not {"tokenizer.json", "tokenizer_config.json"} & set(gguf.original_files)
+    own = not _has_tokenizer_beside(gguf)
     of_file = {"gguf_file": gguf.name} if own else {}
     tokens, kind = (
         gguf.get_metadata("tokenizer.ggml.tokens"),

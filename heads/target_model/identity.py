@@ -20,6 +20,7 @@ from heads.gguf_target import load_gguf_target
 from heads.target_model.dequantise import (
     checksum_gguf_weights,
     collect_gguf_facts,
+    collect_tokenizer_facts,
     load_config_file,
 )
 from heads.target_model.weight_files import compute_checksum, load_tensor_table
@@ -63,6 +64,7 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
     """
     assert config.path is not None
     own_facts: Mapping[str, Any]
+    rules: Any = None
     if split_gguf_path(config.path):
         gguf = load_gguf_target(config.path, config.revision)
         own_facts = {
@@ -70,6 +72,7 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
             "weights": checksum_gguf_weights(gguf),
             "quantization": gguf.quantization,
         }
+        rules = None if config.adapter else collect_tokenizer_facts(gguf)
         file = gguf.file
     else:
         file = _resolve_file("target.path", config.path, "config.json", config.revision)
@@ -78,11 +81,6 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
             "weights": compute_weights_checksum(file.parent, "model"),
             "quantization": config.quantization.value,
         }
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        rules: Any = sorted(tokenizer.get_vocab().items())
-    else:  # without truncation and padding, which callers set
-        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     template = tokenizer.chat_template
     adapter = config.adapter and _resolve_file(
         "target.adapter", config.adapter, "adapter_config.json", None
@@ -90,7 +88,7 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
     return TargetIdentity(
         name=config.path,
         revision=extract_commit_hash(file.as_posix(), None),
-        tokenizer=_compute_sha256(rules),
+        tokenizer=_compute_sha256(rules or _collect_tokenizer_rules(tokenizer)),
         template=None if template is None else _compute_sha256(template),
         adapter=config.adapter or config.adapter_name,
         adapter_weights=compute_weights_checksum(adapter.parent, "adapter_model")
@@ -99,6 +97,14 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
         dtype=str(dtype).removeprefix("torch."),
         **own_facts,
     )
+
+
+def _collect_tokenizer_rules(tokenizer: Any) -> Any:
+    """Collect what decides a tokenizer's ids, without what callers set: truncation and padding."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return sorted(tokenizer.get_vocab().items())
+    return {**json.loads(backend.to_str()), "truncation": None, "padding": None}
 
 
 def format_target_change(

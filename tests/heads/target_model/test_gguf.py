@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ggufs import about, names, save_gguf
+from tokenizers import normalizers
 from toys import CHATML, random_model, tokenizer
 
 from conf.command.run_record import find_changed_keys, make_fingerprint
@@ -188,6 +189,16 @@ def test_what_identifies_it_is_the_content_and_not_the_place(tmp_path: Path) -> 
     assert find_changed_keys(of("a.gguf"), of("d.gguf")) == ["target.config"]
     save_gguf(tmp_path / "e.gguf", "Q4_1", {"tokenizer.chat_template": "other"})
     assert find_changed_keys(of("a.gguf"), of("e.gguf")) == ["target.template"]
+    save_gguf(tmp_path / "f.gguf", "Q4_1", {"tokenizer.ggml.eos_token_id": 1})
+    assert find_changed_keys(of("a.gguf"), of("f.gguf")) == ["target.tokenizer"]
+    # Versions of transformers write the same tokenizer of a file in different ways.
+    config, written = TargetConfig(path=str(tmp_path / "a.gguf")), tokenizer()
+    written.backend_tokenizer.normalizer = normalizers.Sequence([])
+    now = make_fingerprint(target=identify_target(config, written, torch.float32))
+    assert find_changed_keys(of("a.gguf"), now) == []
+    # Files beside decide, where there are any.
+    tokenizer().save_pretrained(tmp_path)
+    assert find_changed_keys(of("a.gguf"), now) == ["target.tokenizer"]
 
 
 @pytest.mark.parametrize(("stated", "said"), [(15, "Q4_K_M"), (None, "Q4_1"), (9999, "Q4_1")])
