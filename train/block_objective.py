@@ -17,8 +17,8 @@ from functools import partial, reduce
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from conf.command.clock import label_part
 from conf.settings.blocks import BlockConfig, SlotWeights
 from heads.blocks.block_head import BlockHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -144,9 +144,9 @@ class BlockObjective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared batch; `scale` [D] is the weight of each slot."""
-        with record_function("head"):
+        with label_part("head"):
             outputs = self._compute_block_outputs(batch)
-        with record_function("loss"):
+        with label_part("loss"):
             slots = self.build_student(outputs, batch, scale[batch[STEP_TARGETS].row_steps])
             weight = self.config.off_path_weight if self.training else 1.0
             compute_extra = partial(self.compute_extra_loss, outputs, batch)

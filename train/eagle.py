@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command.clock import label_part
 from conf.command.entry import Command
 from conf.settings.eagle import EagleRun
 from eval.preflight_checks import check_training
@@ -25,7 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.profiler import record_function
 
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, StepNormalizer, TokenNormalizer, UnrolledConfig
@@ -155,10 +155,10 @@ class EagleObjective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared batch; `scale` [J] is the weight of each step."""
-        with record_function("head"):
+        with label_part("head"):
             steps = self._iter_step_outputs(batch)
             outputs = [next(steps) for _ in range(self.config.num_steps)]
-        with record_function("loss"):
+        with label_part("loss"):
             supervised = torch.cat(outputs).index_select(
                 0, batch[STEP_TARGETS].matched_rows.output_indices
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command.clock import label_part
 from conf.command.entry import Command
 from conf.settings.medusa import MedusaRun
 from eval.preflight_checks import check_training
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
@@ -170,7 +170,7 @@ def compute_medusa_loss(
         path = OffPathTokens(batch, soft.off_path_weight)
         teacher = OffPathTeacher(soft.teacher, labels, path)
     students = []
-    with record_function("head"):
+    with label_part("head"):
         for k in range(heads.num_heads):
             rows: MatchedRows = batch[SUPERVISION].depths[1 + k]
             states = heads.head_states(k, flat[rows.output_indices])
@@ -179,7 +179,7 @@ def compute_medusa_loss(
                 depths = rows.output_indices.new_full((), 1 + k).expand(len(states))
                 scales = OffPathScales(path, rows.output_indices, depths, scales[:])
             students.append(Student(states, heads.make_projection(k), rows.teacher_rows, scales))
-    with record_function("loss"):
+    with label_part("loss"):
         text = TextTeacher(labels, teacher)
         total, values = compute_fused_loss(students, text, text_criterion, compiled)
     terms = map(sum_term, values, map(build_counted_mask, students))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
+from conf.command.clock import label_part
 from conf.command.entry import Command
 from conf.settings.medusa import Medusa2Run
 from eval.preflight_checks import check_training
@@ -27,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from conf.errors import InputError
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
@@ -228,7 +228,7 @@ class Medusa2Objective(Objective):
 
     def _compute_hidden_states(self, batch: Batch) -> Tensor:
         """Compute the last hidden states [B, T, D], in the dtype of the heads."""
-        with record_function("target"):
+        with label_part("target"):
             return add_target_states(self.target, batch, self.head.taps)[HIDDEN_STATES].float()
 
 
@@ -256,7 +256,7 @@ def compute_target_loss(
     rows: MatchedRows = batch[SUPERVISION].depths[0]
     states = hidden.flatten(0, 1)[rows.output_indices]
     student = Student(states, target.projection, rows.teacher_rows, scale.expand(len(states)))
-    with record_function("loss"):
+    with label_part("loss"):
         text = TextTeacher(gather_labels(batch), teacher)
         total, (values,) = compute_fused_loss([student], text, text_criterion, compiled)
     return LossSums(total, sum_term(values).unsqueeze(1))

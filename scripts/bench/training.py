@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from conf.command.clock import measure_seconds
+from conf.command.clock import PART, measure_busy_seconds, measure_seconds
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
@@ -247,19 +247,22 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def measure_part_fractions(run: loop.TrainingLoop, num_steps: int) -> dict[str, float]:
-    """Measure the share of each part in the time of some steps, under the profiler."""
-    cuda = run.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler:
-        whole = sum(measure_seconds(run.optimizer_step, run.device) for _ in range(num_steps))
-    parts = dict.fromkeys(PARTS, 0.0)
-    for event in profiler.key_averages():
-        # On CUDA the profiler reports a part twice: time of the host, and time of the device.
-        on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if event.key in parts and on_device == (cuda and event.key != "waiting"):
-            spent = event.device_time_total if on_device else event.cpu_time_total
-            parts[event.key] += spent / 1e6 / whole
-    return parts
+    """Measure the share of each part in the time of some steps.
+
+    On CUDA a part has the seconds of the work that it launched; there is no `waiting`.
+    """
+
+    def run_steps() -> None:
+        for _ in range(num_steps):
+            run.optimizer_step()
+
+    if run.device.type == "cuda":
+        whole, busy = measure_seconds(run_steps, run.device), measure_busy_seconds(run_steps)
+        return {name: busy.get(name, 0.0) / whole for name in PARTS if name != "waiting"}
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        whole = measure_seconds(run_steps, run.device)
+    seconds = {event.key: event.cpu_time_total / 1e6 for event in profiler.key_averages()}
+    return {name: seconds.get(PART + name, 0.0) / whole for name in PARTS}
 
 
 @dataclass(frozen=True)

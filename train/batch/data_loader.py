@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from conf.command.clock import label_part
 from train.batch.batch import Batch, map_tensors
 
 Load = Callable[[int], list[Batch]]
@@ -90,7 +90,7 @@ class Prefetcher:
     def next_step(self) -> list[Batch]:
         """Return the micro batches of the next step on the CPU; raise errors of loading."""
         assert self._futures, "no step is left"
-        with record_function("waiting"):
+        with label_part("waiting"):
             self._current = self._futures.popleft().result()
         self._begin_loading()
         return self._current
@@ -121,7 +121,7 @@ class Prefetcher:
         if self._stream is not None:
             # The stream reuses memory of the step; see the module docstring.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), record_function("target"):
+        with torch.cuda.stream(self._stream), label_part("target"):
             prepared = self._prepare(batch_to_device(batch, self._device))
             done = None if self._stream is None else self._stream.record_event()
         return _Started(prepared, done)

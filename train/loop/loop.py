@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.profiler import record_function
 from tqdm import tqdm
 
-from conf.command.clock import Stopwatch
+from conf.command.clock import Stopwatch, label_part
 from conf.errors import InputError
 from conf.files import make_folder
 from conf.settings.training import LogConfig, TrainConfig
@@ -318,7 +317,7 @@ class TrainingLoop:
             result = self._compute_gradients(batches, map(self._prepare_batch, batches))
         self._check_norm(result.norm)
         self._rate = compute_learning_rate(self.config, self.step)
-        with record_function("optimizer"):
+        with label_part("optimizer"):
             late_norm = self.placement.step_optimizers(self._rate, self.step)
         self._check_norm(late_norm)
         self.stopping = result.stop
@@ -341,7 +340,7 @@ class TrainingLoop:
         scale = self.world * weights / totals.clamp_min(1).float()
         sums = self._accumulate_gradients(prepared, len(batches), scale)
         num_tokens = sum(int((batch["document_ids"] >= 0).sum()) for batch in batches)
-        with record_function("optimizer"):
+        with label_part("optimizer"):
             norm = self.placement.clip_gradients(self.step)
             return self._reduce_figures(sums, norm, num_tokens)
 
@@ -375,7 +374,7 @@ class TrainingLoop:
         for batch in prepared:
             with self.placement.open_micro_batch(len(terms) == num_micro - 1):
                 sums: LossSums = self.placement.objective(batch, scale)
-                with record_function("backward"):
+                with label_part("backward"):
                     self.placement.backward(sums.total)
             terms.append(sums.terms)
             del batch, sums  # frees their memory for the next batch

@@ -15,6 +15,8 @@ from scripts.bench.training import (
     FLASH_FLOPS,
     count_flops,
     make_objective,
+    measure_part_fractions,
+    open_run,
     parse_arguments,
     reset_peak_memory,
     start_run,
@@ -114,6 +116,18 @@ def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path)
     assert torch.equal(row["input_ids"], packed[0]["input_ids"])
     assert run.optimizer_step() > 0
     run.close()
+
+
+@pytest.mark.parametrize("head", ["medusa", "eagle3", "dflash"])
+def test_the_parts_of_a_step_share_its_time(head: str) -> None:
+    sizes = "--hidden=32 --layers=6 --vocab=64 --max-length=64"
+    with open_run(parse_arguments([head, *sizes.split()])) as (run, _):
+        run.optimizer_step()
+        shares = measure_part_fractions(run, 1)
+    work = {name: share for name, share in shares.items() if name != "waiting"}
+    assert list(work) == ["target", "head", "loss", "backward", "optimizer"]
+    assert min(work.values()) > 0
+    assert sum(shares.values()) < 1
 
 
 @pytest.mark.gpu
