@@ -415,8 +415,8 @@ def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
         speedup.append("max_new_tokens=16")
         acceptance.append("max_new_tokens=16")
     else:
-        answers += ["max_new_tokens=192", "batch_size=256"]
-        asked_of = {"all": "data.num_prompts=80", "some": "data.num_prompts=24"}
+        answers += ["data.num_prompts=2000", "max_new_tokens=192", "batch_size=256"]
+        asked_of = {"all": "data.num_prompts=48", "some": "data.num_prompts=16"}
         asked_of["few"] = "data.num_prompts=8"
         speedup.append("max_new_tokens=128")
         acceptance.append("max_new_tokens=64")
@@ -432,7 +432,7 @@ def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
             ["train/eagle.py", *eagle, *learnt, f"train.max_steps={num_steps}"],
         ),
         Command("acceptance", 60, 30, [*acceptance, head, asked_of["all"]]),
-        Command("speedup", 120, 45, [*speedup, asked_of["some"], "num_repeats=2", methods]),
+        Command("speedup", 120, 45, [*speedup, asked_of["some"], "num_repeats=1", methods]),
         Command(
             "dflash", 150, 130,
             ["train/dflash.py", *blocks, *learnt, f"train.max_steps={num_block_steps}"],
