@@ -91,6 +91,11 @@ RENDERED_END = re.compile(r"(\[/INST\]|ASSISTANT:|\nAssistant:|### (Assistant|Re
 """Start of an answer at the end of a rendered prompt, of templates without turn tokens."""
 RENDERED_START = re.compile(rf"\s*(<[^<>\s]+>\s*)?({ROLE_TOKEN.pattern}|\[INST\])", re.IGNORECASE)
 """Start of a rendered prompt, perhaps after a token that begins any text."""
+TURN_END = re.compile(
+    r"(<\|(im_end|eot_id|eom_id|eot|end|end_of_text|endoftext|return|user)\|>|</s>|<end_of_turn>"
+    r"|<eos>|<\uff5cend\u2581of\u2581sentence\uff5c>)\s*\Z"
+)
+"""Token that ends an answer, of any model."""
 MARKER_TEXTS = (
     ("[INST]", "[/INST]"),
     ("### Assistant",),
@@ -349,6 +354,7 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
             or {},
         )
         spec.parse(fields, key, conversation)
+        _refuse_rendered_messages(conversation, key)
         if all(message["role"] in SYSTEM for message in conversation.messages):
             raise MalformedRowError(key, "only a system message", "at least one user message")
         if any(PLACEHOLDER in message["content"] for message in conversation.messages):
@@ -701,6 +707,22 @@ def _refuse_rendered_prompt(text: str, key: str) -> None:
     if marker:
         problem = f"a rendered prompt (it {marker})"
         raise MalformedRowError(key, problem, "messages or a bare question, to render")
+
+
+def _refuse_rendered_messages(conversation: Conversation, key: str) -> None:
+    """Refuse messages with the tokens of a template around their text.
+
+    Raises:
+        MalformedRowError: a message begins as a turn, or an answer ends as one. An answer with the
+            ids that the target wrote is not looked at.
+    """
+    for index, message in enumerate(conversation.messages):
+        text, is_answer = message["content"], message["role"] == "assistant"
+        start, end = find_rendered_start(text), TURN_END.search(text) if is_answer else None
+        if (start or end) and index not in conversation.written:
+            problem = f"ends with {end.group().strip()!r}" if end else f"begins with {start!r}"
+            allowed = "text alone; the target's template puts its own tokens around the text"
+            raise MalformedRowError(f"{key}, message {index}", f"text that {problem}", allowed)
 
 
 # Order decides for rows with keys of several forms. Published datasets often have a rendered `text`

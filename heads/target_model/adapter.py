@@ -7,6 +7,7 @@ Source: LoRA, arXiv 2106.09685.
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from heads.target_model.model import Target
 from heads.target_model.weight_files import load_tensor_table
 
 WEIGHTS = "adapter_model.safetensors"
+LORA_FACTOR = re.compile(r"\.lora_\w+(\.\w+)*$")
 NUM_PROBED = 16
 """Token ids, spread over the vocabulary, on which adapted models are compared."""
 
@@ -333,10 +335,11 @@ def _find_weight(module: Any) -> Any:
 
 
 def _check_keys(adapted: Any, adapter: str) -> None:
-    """Refuse an adapter that lacks weights of the language model; print weights without a place.
+    """Refuse an adapter whose file and config differ; print weights without a place.
 
     Raises:
-        InputError: weights are missing, which would keep their initial values and change nothing.
+        InputError: weights of the language model are missing, which would keep their initial
+            values and change nothing, or are there and would not be used.
     """
     # peft's `from_pretrained` only warns about missing keys.
     loaded = adapted.load_adapter(adapter, adapted.active_adapter)
@@ -357,6 +360,13 @@ def _check_keys(adapted: Any, adapter: str) -> None:
             f"{_format_names(lacking)}; name the model it was trained on"
         )
     skipped = sorted(loaded.unexpected_keys)
+    unchanged = [key for key in skipped if LORA_FACTOR.sub("", key) in names]
+    if unchanged:
+        raise InputError(
+            f"target.adapter={adapter}: its file holds {_format_names(unchanged)}, but its "
+            "adapter_config.json leaves these layers as they are, and engines apply what the file "
+            "holds; correct layers_to_transform or target_modules there"
+        )
     if skipped:
         print(  # noqa: T201
             f"target.adapter={adapter}: skipped weights without a place in the language model: "

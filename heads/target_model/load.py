@@ -24,6 +24,7 @@ from heads.target_model.weight_files import (
     check_complete,
     check_quantized_codes,
     check_unused_weights,
+    refuse_untied_weights,
     report_target_errors,
 )
 
@@ -252,6 +253,7 @@ def load_model(
             lambda name: name not in unexpected and not re.search(ignored, name),
         )
     check_unused_weights(config, model, unexpected)
+    refuse_untied_weights(config, model)
     return check_complete(config, model, info)
 
 

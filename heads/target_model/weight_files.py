@@ -104,6 +104,24 @@ def check_complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> An
     return model
 
 
+def refuse_untied_weights(config: TargetConfig, model: Any) -> None:
+    """Refuse files with two weights where the config says that one serves for both.
+
+    transformers then takes both weights, and engines take one.
+
+    Raises:
+        InputError: naming both weights.
+    """
+    stated = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for name, other in stated.items():
+        if name not in model.all_tied_weights_keys:
+            raise InputError(
+                f"target.path={config.path}: config.json says tie_word_embeddings=true, but its "
+                f"files hold {name} and {other}, which differ; set tie_word_embeddings to false, "
+                f"or take {name} out of the files"
+            )
+
+
 def check_unused_weights(config: TargetConfig, model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuse unused weights that should change the computation; print other unused weights.
 

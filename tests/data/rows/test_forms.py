@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,13 @@ def test_what_is_not_read_is_named(row, unread):
           for key in ("prompt", "question")),
         *(({key: "USER: Hi ASSISTANT:", "output": "Yes"}, rf"'{key}': .* ends with 'ASSISTANT:'")
           for key in ("instruction", "prompt", "question")),
+        (chat({"role": "user", "content": "<|im_start|>user\nHi<|im_end|>"}, ASSISTANT),
+         r"'messages, message 0': found text that begins with '<\|im_start\|>'; allowed: text al"),
+        *((row, rf"'{key}, message 1': found text that ends with '{re.escape(end)}'")
+          for end in ("</s>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>",
+                      "<\uff5cend\u2581of\u2581sentence\uff5c>")
+          for key, row in (("messages", chat(*assistant(content=f"Hello{end}\n"))),
+                           ("prompt", {"prompt": "Hi", "response": f"Hello{end}"}))),
         ({"input_ids": [1, 2]}, r"'input_ids': found ids without a loss mask; allowed: one of the "
                                 r"fields loss_mask, assistant_masks, completion_mask, labels"),
         ({"input_ids": [1, 2], "loss_mask": [1]},

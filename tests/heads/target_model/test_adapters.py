@@ -226,6 +226,17 @@ def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, kind: str, lay
         merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
 
 
+def test_layers_that_only_the_file_of_an_adapter_has_are_refused(tmp_path: Path) -> None:
+    """Engines apply them."""
+    config = settings(tmp_path)
+    adapted(tmp_path / "adapter", KINDS["lora"])
+    file = tmp_path / "adapter/adapter_config.json"
+    stated = json.loads(file.read_text())
+    file.write_text(json.dumps(stated | {"layers_to_transform": [0]}))
+    with pytest.raises(InputError, match=r"file holds .*layers\.1\..* and \d+ more, but its adapt"):
+        load_target(config, CPU)
+
+
 @torch.no_grad()
 def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = settings(tmp_path)

@@ -161,6 +161,22 @@ def test_a_config_with_fewer_layers_than_the_files_is_refused(tmp_path: Path, fa
     assert len(loaded(whole)) > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+def test_two_matrices_where_the_config_says_one_are_refused(tmp_path: Path, family: str) -> None:
+    """As transformers takes both, and engines the embedding for both."""
+    save_target(tmp_path, family)
+    config, file = tmp_path / "config.json", tmp_path / WEIGHTS
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    weights = load_file(file)
+    (embedding,) = (name for name in weights if name.endswith("embed_tokens.weight"))
+    same = weights | {"lm_head.weight": weights[embedding].clone()}
+    save_file(same, file, {"format": "pt"})
+    assert torch.equal(loaded(tmp_path)["lm_head.weight"], weights[embedding])
+    save_file(same | {"lm_head.weight": weights[embedding] + 1}, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"files hold lm_head\.weight and .*embed_tokens\.weight"):
+        loaded(tmp_path)
+
+
 def test_layers_that_the_config_counts_for_more_tokens_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
