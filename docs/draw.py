@@ -42,6 +42,15 @@ NAMES = {
     "eagle_suffix": "EAGLE-3.1 head and suffixes",
 }
 """Labels of the bars, by method."""
+ENGINES = {
+    "vanilla": "every engine",
+    "eagle_chain": "vLLM, SGLang, TensorRT-LLM",
+    "ngram": "vLLM, SGLang, TensorRT-LLM, llama.cpp",
+    "suffix": "vLLM",
+    "eagle_tree": "SGLang",
+    "eagle_suffix": "Headsmith alone",
+}
+"""Engines that can serve each method (docs/serving/)."""
 
 
 def build_svg(width: int, height: int, title: str, parts: list[str]) -> str:
@@ -112,10 +121,13 @@ def parse_speedups(results: str) -> dict[str, tuple[float, str]]:
 
 def draw_speedups(results: str) -> str:
     """Draw a bar for each method, from the slowest to the fastest."""
-    left, width, speedups = 250, 420, parse_speedups(results)
+    left, width, right, speedups = 230, 260, 630, parse_speedups(results)
     order = sorted(speedups, key=lambda method: speedups[method][0])
     scale = width / max(value for value, _ in speedups.values())
-    parts = [build_text(10, 24, "Tokens per second over the same engine without drafts")]
+    parts = [
+        build_text(10, 24, "Tokens per second over no drafts, in Headsmith's own engine"),
+        build_text(right, 24, "Who serves it"),
+    ]
     for n, method in enumerate(order):
         (value, interval), y = speedups[method], 44 + 34 * n
         kind = "best" if method == order[-1] else "bar"
@@ -124,6 +136,7 @@ def draw_speedups(results: str) -> str:
             f'<rect class="{kind}" x="{left}" y="{y}" width="{value * scale:.0f}" height="24"/>',
             build_text(left + value * scale + 10, y + 17, f"{value:.2f}"),
             build_text(left + value * scale + 54, y + 17, interval, "small"),
+            build_text(right, y + 17, ENGINES[method], "small"),
         ]
     end = 44 + 34 * len(order)
     parts.append(f'<line class="line" x1="{left}" y1="38" x2="{left}" y2="{end}"/>')
