@@ -121,7 +121,7 @@ def parse_speedups(results: str) -> dict[str, tuple[float, str]]:
 
 def draw_speedups(results: str) -> str:
     """Draw a bar for each method, from the slowest to the fastest."""
-    left, width, right, speedups = 230, 260, 630, parse_speedups(results)
+    left, width, right, speedups = 240, 250, 632, parse_speedups(results)
     order = sorted(speedups, key=lambda method: speedups[method][0])
     scale = width / max(value for value, _ in speedups.values())
     parts = [
