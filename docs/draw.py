@@ -142,7 +142,7 @@ def draw_speedups(results: str) -> str:
     parts.append(f'<line class="line" x1="{left}" y1="38" x2="{left}" y2="{end}"/>')
     caption = "SmolLM2-135M-Instruct, 16 first turns of MT-bench, greedy, one core with AVX-512"
     parts.append(build_text(10, end + 22, f"{caption}; 95% intervals", "small"))
-    return build_svg(890, end + 36, "Speed-up of each way to draft", parts)
+    return build_svg(910, end + 36, "Speed-up of each way to draft", parts)
 
 
 def main() -> None:

@@ -26,6 +26,13 @@ def test_speed_ups_are_those_of_the_table() -> None:
     assert pictures.parse_speedups(TABLE) == found
 
 
+def test_a_bar_says_who_serves_its_method() -> None:
+    drawn = ElementTree.fromstring(pictures.draw_speedups(TABLE))
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.index("every engine") < texts.index("EAGLE-3.1 head, tree of 5")
+    assert texts[texts.index("1.25 to 1.44") + 1] == "SGLang"
+
+
 def test_committed_pictures_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = {file.name: file.read_text() for file in pictures.FOLDER.glob("*.svg")}
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
