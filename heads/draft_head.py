@@ -94,12 +94,14 @@ class ExportPlan:
             raises an `InputError` if the engine would read something else from this target.
         command: start command, as lines for a shell.
         hint: further advice; empty, or a sentence.
+        last_version: last version of the engine that loads such heads; empty if the newest does.
     """
 
     problem: str | None = None
     files: Callable[[], HeadFiles] = _raise_no_files
     command: str = ""
     hint: str = ""
+    last_version: str = ""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from heads.export.writer import (
     check_format,
     compute_reference_tensors,
     export_head,
+    find_target_problem,
+    format_version_limit,
 )
 from heads.folders import PROVENANCE, locate_head
 from heads.gguf_target import load_gguf_target
@@ -78,8 +80,12 @@ def main(config: ExportRun) -> None:
         head, config.format, compute_reference_tensors(head, target), out_dir, provenance, source
     )
     verify_export(out_dir)
+    if target_problem := find_target_problem(head, config.format):
+        print(f"wrote {out_dir}; do not serve it: {target_problem}")
+        return
+    limit = format_version_limit(head, config.format)
     command = head.plan_export(config.format, str(out_dir)).command
-    print(f"wrote {out_dir}; serve it with\n\n{command}")
+    print(f"wrote {out_dir}; serve it with{limit and f' ({limit})'}\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
         kept_settings = collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}

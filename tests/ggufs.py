@@ -155,14 +155,15 @@ def save_gguf(
 
 
 def save_target_gguf(target: Target, file: Path, eos_token_id: int) -> None:
-    """Writes any Llama in float32 for llama.cpp, with placeholders for tokens, by our own writer.
+    """Writes any Llama, Qwen2 or Qwen3 in float32, with placeholders for tokens, by our own writer.
 
     Args:
         target: whose weights are written.
         file: to write.
         eos_token_id: ends texts.
     """
-    config = target.config
+    config, arch = target.config, target.config.model_type
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -170,23 +171,30 @@ def save_target_gguf(target: Target, file: Path, eos_token_id: int) -> None:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": head_dim,
         "vocab_size": target.vocab_size,
     }
     metadata = {
-        "general.architecture": Value.from_content("llama"),
-        **{f"llama.{key}": Value.from_content(size) for key, size in sizes.items()},
-        **rope_metadata(config.rope_parameters, "llama"),
+        "general.architecture": Value.from_content(arch),
+        **{f"{arch}.{key}": Value.from_content(size) for key, size in sizes.items()},
+        **rope_metadata(config.rope_parameters, arch),
         **build_vocab_metadata(target.vocab_size, eos_token_id=eos_token_id),
     }
     tensors = {}
     for ours, theirs, num_heads in names(target.model):
-        weight = target.model.get_submodule(ours).weight.detach().float()
-        tensors[f"{theirs}.weight"] = interleave_rows(weight, num_heads) if num_heads else weight
-    divisors = rope_divisors(config.rope_parameters, config.head_dim)
+        for part, tensor in target.model.get_submodule(ours).named_parameters():
+            value = tensor.detach().float()
+            # The others rotate halves, as transformers does.
+            turned = num_heads if arch == "llama" else None
+            tensors[f"{theirs}.{part}"] = interleave_rows(value, turned) if turned else value
+    for layer in range(config.num_hidden_layers if arch == "qwen3" else 0):
+        for part in ("q_norm", "k_norm"):
+            norm = target.model.get_submodule(f"model.layers.{layer}.self_attn.{part}")
+            tensors[f"blk.{layer}.attn_{part}.weight"] = norm.weight.detach().float()
+    divisors = rope_divisors(config.rope_parameters, head_dim)
     if divisors is not None:
         tensors["rope_freqs.weight"] = divisors
     write_gguf(file, metadata, tensors)

@@ -70,11 +70,27 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Settings of every Llama 3, needed to recover the others from the divisors of frequencies."""
 BASE = "general.base_model.0.name"
 LAYER_INPUTS = (
-    *("llama", "mistral", "mixtral", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("gemma4", "gpt_oss", "lfm2", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
-    *("deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer", "qwen4_exp"),
+    *("llama", "mistral", "mixtral", "internlm3", "iquestcoder", "qwen3", "qwen3_moe"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "gemma4", "gemma4_unified", "gpt_oss"),
+    *("lfm2", "lfm2_moe", "minimax", "minimax_m2", "nemotron_h", "hunyuan_vl"),
+    *("hunyuan_v1_dense", "deepseek_v4", "mimo_v2_flash", "nanbeige", "muse_glimmer"),
 )
 """Model types whose llama.cpp architecture gives the inputs of its layers to draft heads."""
+NO_LAYER_INPUTS = (
+    *("afmoe", "apertus", "arcee", "bamba", "bitnet", "bloom", "chameleon", "cohere", "cohere2"),
+    *("cohere2_moe", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone4_5", "exaone_moe", "falcon", "falcon_h1"),
+    *("falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3n", "glm", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "glm4v", "glm4v_moe", "glm5_next", "glm_moe_dsa", "glm_ocr", "gpt2"),
+    *("gpt_bigcode", "gpt_neox", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hrm_text", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
+    *("jais2", "jamba", "kimi_linear", "laguna", "llama4", "mamba", "mamba2", "mellum"),
+    *("minicpm3", "minimax_m3_vl", "ministral3", "mistral3", "nemotron", "olmo", "olmo2", "olmo3"),
+    *("olmoe", "paddleocr_vl", "phi", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl"),
+    *("qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2"),
+    *("step3p7", "youtu"),
+)
+"""Model types that llama.cpp runs, but not with a head: its server ends at the first request."""
 
 
 class Kind(IntEnum):
@@ -414,14 +430,19 @@ def serve_command(target: str, file: str, kind: str, num_tokens: int) -> str:
 
 
 def target_hint(model_type: str) -> str:
-    """Format a warning for a target that gives no inputs of its layers; else empty."""
-    if model_type.removesuffix("_text") in LAYER_INPUTS:
+    """Format a warning for a target with which llama.cpp serves no head; else empty."""
+    name = model_type.removesuffix("_text")
+    if name in LAYER_INPUTS:
         return ""
+    reason = "its converter knows no such type"
+    if name in NO_LAYER_INPUTS:
+        reason = (
+            "`llama-server` starts, and ends with an assertion at the first request "
+            "(GGML_ASSERT of t_layer_inp)"
+        )
     return (
-        f"This target is of type {model_type}. In llama.cpp b11434, the types that give the inputs "
-        f"of their layers to a head are {', '.join(LAYER_INPUTS)}; with other types `llama-server` "
-        "ends with an assertion. Newer versions may support more: `grep -l t_layer_inp "
-        "src/models/*.cpp`."
+        f"llama.cpp b11434 serves no head of a target of type {model_type}: {reason}. "
+        "docs/serving/llama_cpp.md of Headsmith lists the types that work."
     )
 
 

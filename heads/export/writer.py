@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from conf.errors import InputError
+from conf.files import split_gguf_path
 from conf.settings.export import ExportFormat
 from heads.draft_head import DraftHead
 from heads.export.gguf import build_vocab_metadata, target_hint, write_gguf
@@ -93,6 +94,39 @@ def check_export_target(head: DraftHead, engine: ExportFormat) -> None:
     head.plan_export(engine).files()
 
 
+def find_target_problem(head: DraftHead, engine: ExportFormat) -> str:
+    """Find why an engine cannot serve an attached head that it loads: a sentence, or empty."""
+    if engine is not ExportFormat.llamacpp:
+        return ""
+    return target_hint(head.target.config.model_type)
+
+
+def format_version_limit(head: DraftHead, engine: ExportFormat) -> str:
+    """Format which versions of an engine load a head, where the newest does not; else empty."""
+    last = head.plan_export(engine).last_version
+    if not last:
+        return ""
+    title = head.variants[head.variant].title
+    return f"{ENGINE_NAMES[engine]} loads {title} up to version {last}; newer versions have none."
+
+
+def list_serving_warnings(head: DraftHead) -> list[str]:
+    """List what the owner of an attached head should know of engines before training, a line each.
+
+    The engine of a target in a GGUF file is llama.cpp. For other targets, only heads that llama.cpp
+    loads have a line about it.
+    """
+    lines = [format_version_limit(head, engine) for engine in ExportFormat]
+    problem = head.plan_export(ExportFormat.llamacpp).problem
+    if problem is None or split_gguf_path(head.target_name):
+        unserved = find_target_problem(head, ExportFormat.llamacpp)
+        if problem is not None and not unserved:
+            served = SERVED_HEADS[ExportFormat.llamacpp]
+            unserved = f"llama.cpp, which serves GGUF files, {problem}; {served}."
+        lines.append(unserved)
+    return [line for line in lines if line]
+
+
 def export_head(
     head: DraftHead,
     engine: ExportFormat,
@@ -126,6 +160,9 @@ def export_head(
         "dtype": format_dtype(head),
         # For readers of the export.
         "added": files.added,
+        # For the model card.
+        "target_problem": find_target_problem(head, engine),
+        "version_limit": format_version_limit(head, engine),
     }
     documents: dict[str, object] = {PROVENANCE: provenance | {"export": export_record}}
     gguf = files.weights.endswith(".gguf")
@@ -154,9 +191,9 @@ def format_readme(
 ) -> str:
     """Format the README of an export, with `DIR` for its folder."""
     export = head.plan_export(engine)
+    warnings = [find_target_problem(head, engine), format_version_limit(head, engine)]
+    before = "".join(f"{each}\n\n" for each in warnings if each)
     notes = [export.hint, format_template_note(provenance)]
-    if engine is ExportFormat.llamacpp:
-        notes.append(target_hint(head.target.config.model_type))
     further = "".join(f"{note}\n\n" for note in notes if note)
     taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
@@ -164,7 +201,7 @@ def format_readme(
         f"For speculative decoding with {ENGINE_NAMES[engine]}, {format_dtype(head)} "
         f"weights{taps}. "
         f"Written by Headsmith after the loaders of {LOADER_VERSIONS[engine]}.\n\n"
-        "## Serve\n\n"
+        f"## Serve\n\n{before}"
         f"```\n{export.command}\n```\n\n`DIR` is this folder.\n\n{further}"
         "## Verify\n\n"
         "`parity/parity.safetensors` holds hidden states of the target and the logits of the "

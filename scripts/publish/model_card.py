@@ -33,6 +33,8 @@ class ExportFacts:
         folder: folder in that repository; empty for its root.
         loaders: engine versions whose loaders the export was written for.
         commands: commands that download the export, unless the engine does, and serve it.
+        target_problem: why the engine cannot serve the head with its target; empty if it can.
+        version_limit: which versions of the engine load the head, if the newest does not.
         max_difference: largest difference from the trained head's logits, by an independent reader.
         scale: largest logit of the trained head.
         target_weights: names of the target's weights that the export contains.
@@ -43,6 +45,8 @@ class ExportFacts:
     folder: str
     loaders: str
     commands: str
+    target_problem: str
+    version_limit: str
     max_difference: float
     scale: float
     target_weights: tuple[str, ...]
@@ -332,7 +336,13 @@ def _format_exports(facts: CardFacts) -> str:
         "in `parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on "
         "the serving machine."
     )
-    commands = [f"{export.format}:\n\n```\n{export.commands}\n```" for export in facts.exports]
+    commands = [
+        f"{export.format}: {export.target_problem}"
+        if export.target_problem
+        else f"{export.format}:{export.version_limit and f' {export.version_limit}'}\n\n"
+        f"```\n{export.commands}\n```"
+        for export in facts.exports
+    ]
     return "\n\n".join(
         [
             intro,

@@ -155,7 +155,7 @@ def verify_staged_export(
         served = f"{name}/{folder}".removesuffix("/")
     readme = staged / "README.md"
     text = readme.read_text("utf-8") if readme.is_file() else ""
-    command = re.search(r"^## Serve\n+```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
+    command = re.search(r"^## Serve\n.*?^```\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
     if command is None:
         raise InputError(
             f"exports={export.folder}: its README.md has no command under Serve; export again"
@@ -165,12 +165,15 @@ def verify_staged_export(
         # llama.cpp downloads from a repository's root the file whose prefix is the kind of head.
         download_line, command_text = "", re.sub(r" -md \S+", f" -hfd {repo_id}", command_text)
     names = {part for name in _iter_tensor_names(staged) for part in name.split(".")}
+    record = (load_json(staged / PROVENANCE) or {}).get("export") or {}
     facts = ExportFacts(
         format=export.format.value,
         repo_id=repo_id,
         folder=folder,
         loaders=LOADER_VERSIONS[export.format],
         commands=download_line + command_text,
+        target_problem=record.get("target_problem", ""),
+        version_limit=record.get("version_limit", ""),
         max_difference=verdict.max_difference,
         scale=verdict.scale,
         target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),

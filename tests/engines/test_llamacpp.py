@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
+from heads.export.gguf import target_hint
 from heads.export.writer import compute_reference_tensors, export_head
 from heads.target_model.model import Target
 from tests.engines.test_vllm import reduced
@@ -244,6 +246,28 @@ def test_llamacpp_reads_prompts_in_batches(
     servers = [server(target, head, file, 4) | {"batch": batch}]
     (theirs,) = counts_of_llamacpp(tmp_path, prompts, NUM_TOKENS, servers)
     assert theirs == ours(target, head, prompts, 4, [STOP])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_llamacpp_serves_heads_of_the_types_that_the_table_says(
+    tmp_path: Path, family: str
+) -> None:
+    """A server with a head of a type that gives no inputs of layers ends at its first request."""
+    target = made(tmp_path / "target", family=family)
+    head = feature_head(target, "eagle3")
+    servers = [server(target, head, exported(head, target, tmp_path), 4)]
+    prompts = learnt(target, 4)
+    if target_hint(family) == "":
+        (found,) = counts_of_llamacpp(tmp_path, prompts, NUM_TOKENS, servers)
+        assert found == ours(target, head, prompts, 4, [STOP])
+        return
+    with serving(servers[0] | {"draft": None}) as url:
+        alone = {"prompt": prompts[0], "n_predict": 8, "temperature": 0, "return_tokens": True}
+        asked = Request(f"{url}/completion", json.dumps(alone).encode())
+        text = json.load(build_opener(ProxyHandler({})).open(asked))["tokens"]
+    assert text == texts(target, 8, 8)[0][4:]
+    with pytest.raises(AssertionError, match=r"GGML_ASSERT\(t_layer_inp\[il\] != nullptr"):
+        counts_of_llamacpp(tmp_path, prompts, NUM_TOKENS, servers)
 
 
 @contextmanager

@@ -112,6 +112,22 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     assert provenance["export"]["target"] == str(heads / "target")
 
 
+def test_a_target_with_which_the_engine_would_crash_is_said_in_place_of_its_line(
+    tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    path = str(save_target(tmp_path / "target", family="qwen2", num_hidden_layers=8))
+    eagle(load_target(TargetConfig(path=path), torch.device("cpu"))).save(tmp_path / "eagle")
+    out = tmp_path / "out"
+    run(tmp_path, "eagle", "llamacpp", out)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"wrote {out}; do not serve it: llama.cpp b11434 serves no head of a target of type qwen2: "
+        "`llama-server` starts, and ends with an assertion at the first request (GGML_ASSERT of "
+        "t_layer_inp). docs/serving/llama_cpp.md of Headsmith lists the types that work."
+    ]
+    run(tmp_path, "eagle", "vllm", tmp_path / "vllm")
+    assert "serve it with\n\nvllm serve" in capsys.readouterr().out
+
+
 def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> None:
     words = build_vocab_metadata(300) | {"tokenizer.ggml.pre": Value.from_content("smollm")}
     write_gguf(tmp_path / "target.gguf", words, {})

@@ -75,6 +75,17 @@ def test_a_run_goes_on_with_the_same_file_alone(run_dir: Path, folder: Path) -> 
         train(folder, "Q8_0.gguf", "train.max_steps=6", "train.resume=auto")
 
 
+def test_what_engines_do_not_serve_is_said_before_the_first_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(folder, "Q4_1.gguf", "train.max_steps=1", f"out_dir={tmp_path / 'run'}")
+    before, _ = capsys.readouterr().out.split("\ntraining: ")
+    assert (
+        "\nllama.cpp, which serves GGUF files, loads no Medusa heads; it serves heads of "
+        "train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py and dspark.py.\n"
+    ) in before
+
+
 def test_a_head_says_which_weights_it_was_trained_on(run_dir: Path, folder: Path) -> None:
     provenance = json.loads((run_dir / "head" / "headsmith.json").read_text())
     assert provenance["target"] == str(folder / "Q4_1.gguf")

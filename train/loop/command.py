@@ -27,6 +27,7 @@ from data.servers.http_client import Endpoint
 from eval.measure.data_statement import DataStatement, format_setting_changes
 from eval.preflight_checks import check_run_folder, check_training
 from heads.draft_head import DraftHead
+from heads.export.writer import list_serving_warnings
 from heads.kinds import find_kind_name, load_head
 from heads.target_model.dequantise import resolve_target_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -231,7 +232,8 @@ def _train_locked(
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
-        lines_of_run = [*source.lines, *kernel_notice(accelerator.device), *lines, optimizer]
+        lines_of_run = [*source.lines, *kernel_notice(accelerator.device), *lines]
+        lines_of_run += [*list_serving_warnings(objective.head), optimizer]
         lines_of_run.append(format_run_length(config.train, size, length))
         print_plan(config, source.target.name, lines_of_run, where)
     parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)

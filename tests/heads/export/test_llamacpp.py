@@ -1,6 +1,7 @@
 """Heads as llama.cpp's GGUF files: names, keys and dtypes, what is refused, and the way back."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ROOT
 from exports import EAGLE31, eagle, make, toy_target
 from feature_heads import fresh, settings_of
 
@@ -16,12 +18,21 @@ from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
-from heads.export.gguf import GgufFile, Kind, Value, write_gguf
+from heads.export.gguf import (
+    LAYER_INPUTS,
+    NO_LAYER_INPUTS,
+    GgufFile,
+    Kind,
+    Value,
+    target_hint,
+    write_gguf,
+)
 from heads.export.writer import (
     check_export_target,
     check_format,
     compute_reference_tensors,
     export_head,
+    list_serving_warnings,
 )
 from heads.folders import locate_head
 from heads.kinds import load_head
@@ -360,15 +371,48 @@ def test_a_target_on_this_machine_is_not_fetched_and_a_gguf_not_converted(
         assert "general.base_model.0.name" not in facts(written(head, target, tmp_path / "out"))
 
 
-def test_the_readme_warns_of_targets_that_hand_out_no_layers(tmp_path: Path) -> None:
+QWEN2 = (
+    "llama.cpp b11434 serves no head of a target of type qwen2: `llama-server` starts, and ends "
+    "with an assertion at the first request (GGML_ASSERT of t_layer_inp). "
+    "docs/serving/llama_cpp.md of Headsmith lists the types that work."
+)
+
+
+def test_the_readme_warns_before_the_line_that_would_crash(tmp_path: Path) -> None:
     qwen2 = toy_target("qwen2")
     written(eagle(qwen2), qwen2, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
-    assert (
-        "This target is of type qwen2. In llama.cpp b11434, the types that give the inputs" in text
+    assert f"## Serve\n\n{QWEN2}\n\n```\nhf download me/toy" in text
+
+
+def test_a_target_type_is_served_or_ends_the_server_or_is_not_known() -> None:
+    assert target_hint("qwen3_5_text") == target_hint("llama") == ""
+    assert target_hint("qwen2") == QWEN2
+    assert "type blt: its converter knows no such type. docs" in target_hint("blt")
+    assert not {*LAYER_INPUTS} & {*NO_LAYER_INPUTS}
+
+
+@pytest.mark.parametrize("types", [LAYER_INPUTS, NO_LAYER_INPUTS])
+def test_the_page_lists_every_type(types: tuple[str, ...]) -> None:
+    page = (ROOT / "docs/serving/llama_cpp.md").read_text().splitlines()
+    lists = [line.rstrip(" |").rpartition("| ")[2].split(", ") for line in page]
+    assert sorted(types) in lists
+
+
+def test_what_engines_do_not_serve_is_known_before_training() -> None:
+    qwen2, qwen3 = toy_target("qwen2"), toy_target("qwen3")
+    assert list_serving_warnings(eagle(qwen2)) == [QWEN2]
+    assert list_serving_warnings(eagle(qwen3)) == []
+    # Not for llama.cpp in any case, unless the target's own file is.
+    assert list_serving_warnings(eagle(qwen2, **EAGLE31)) == []
+    qwen2.name = qwen3.name = "me/toy/toy.gguf"
+    assert list_serving_warnings(eagle(qwen2, **EAGLE31)) == [QWEN2]
+    (line,) = list_serving_warnings(eagle(qwen3, **EAGLE31))
+    assert re.fullmatch(
+        r"llama.cpp, which serves GGUF files, has no place for .*fc_norm.*; it serves heads of "
+        "train/eagle.py with head=eagle3, and of .*",
+        line,
     )
-    assert "qwen3_moe, " in text
-    assert "`llama-server` ends with an assertion" in text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -166,6 +166,20 @@ def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
     )
 
 
+def test_the_card_has_no_line_with_which_the_engine_would_crash(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    head = make_head(random_target("qwen2", num_hidden_layers=6))
+    head.save(tmp_path / "head", dict(PROVENANCE))
+    exports = [tmp_path / engine for engine in ("vllm", "llamacpp")]
+    for folder in exports:
+        export(head, ExportFormat(folder.name), folder)
+    pushed(tmp_path, exports=list(map(str, exports)))
+    card = (hub.repos[REPO].files("main") or {})["README.md"].decode()
+    assert "\n\nllamacpp: llama.cpp b11434 serves no head of a target of type qwen2: " in card
+    assert "vllm serve" in card and "llama-server -m" not in card
+
+
 def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(
     target: Target, hub: HubServer, run_dir: Path
 ) -> None:
