@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command.entry import Command
 from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.settings.export import ExportFormat, ExportRun
-from scripts.preflight_checks import check_export
+from scripts.preflight_checks import SOURCE, check_export, name_head
 
 COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
 if __name__ == "__main__":
@@ -55,6 +55,7 @@ def main(config: ExportRun) -> None:
     check_format(head, config.format)
     provenance = load_json(folder / PROVENANCE) or {}
     provenance.pop("export", None)  # of an earlier export
+    provenance[SOURCE] = name_head(config.head)
     path = config.target.path or head.config.target
     if is_embedded(path):
         path = TARGET_PATH
@@ -76,16 +77,18 @@ def main(config: ExportRun) -> None:
     if tokenizer_file is None and split_gguf_path(path):
         tokenizer_file = str(load_gguf_target(path, location.revision).file)
     source = None if tokenizer_file is None else Path(tokenizer_file).expanduser()
+    replaced = out_dir.is_dir() and any(out_dir.iterdir())
     export_head(
         head, config.format, compute_reference_tensors(head, target), out_dir, provenance, source
     )
     verify_export(out_dir)
+    wrote = f"wrote {out_dir}{' in place of its earlier export' if replaced else ''}"
     if target_problem := find_target_problem(head, config.format):
-        print(f"wrote {out_dir}; do not serve it: {target_problem}")
+        print(f"{wrote}; do not serve it: {target_problem}")
         return
     limit = format_version_limit(head, config.format)
     command = head.plan_export(config.format, str(out_dir)).command
-    print(f"wrote {out_dir}; serve it with{limit and f' ({limit})'}\n\n{command}")
+    print(f"{wrote}; serve it with{limit and f' ({limit})'}\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
         kept_settings = collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}

@@ -5,7 +5,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.files import load_json
+from conf.files import find_local_path, load_json
+from conf.settings.drafting import HeadRef
 from conf.settings.export import (
     ExportFormat,
     ExportRun,
@@ -19,6 +20,9 @@ from conf.settings.target import Quantization
 from data.rows.data_files import check_data_paths
 from eval.preflight_checks import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
+
+SOURCE = "exported_from"
+"""Key of an export's `headsmith.json`: the head's absolute path or Hub id."""
 
 
 def is_occupied(out_dir: str) -> bool:
@@ -43,19 +47,14 @@ def check_contest(config: ContestRun) -> None:
 
 
 def check_export(config: ExportRun) -> None:
-    """Refuse to overwrite other files, and a missing head or vocabulary.
+    """Refuse to overwrite anything but the same export, and a missing head or vocabulary.
 
     Raises:
         InputError: names the setting and its allowed values.
     """
-    made = load_json(Path(config.out_dir) / PROVENANCE) or {}
-    if is_occupied(config.out_dir) and "export" not in made:
-        raise InputError(
-            f"out_dir={config.out_dir}: holds other files than an export; choose another folder or "
-            "empty it"
-        )
     if config.head.path is None:
         raise InputError("head.path is unset; type a folder with a trained head, or a Hub id")
+    check_export_folder(Path(config.out_dir), config.format.value, name_head(config.head))
     words = config.tokenizer_gguf
     if words is not None and config.format is not ExportFormat.llamacpp:
         raise InputError(
@@ -65,6 +64,46 @@ def check_export(config: ExportRun) -> None:
     if words is not None and not Path(words).expanduser().is_file():
         raise InputError(f"tokenizer_gguf={words}: no such file; name a GGUF file")
     check_inputs(config)
+
+
+def name_head(head: HeadRef) -> str:
+    """Name a head for the record of its exports: its absolute path, or its Hub id."""
+    local = find_local_path("head.path", str(head.path))
+    return str(head.path) if local is None else str(local.absolute())
+
+
+def check_export_folder(folder: Path, engine: str, head: str) -> None:
+    """Refuse a folder that holds anything but an earlier export of the same head and format.
+
+    Args:
+        folder: folder to write.
+        engine: format to write.
+        head: `name_head` of the head.
+
+    Raises:
+        InputError: names what is found.
+    """
+    if not folder.is_dir():
+        return
+    there = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    if not there:
+        return
+    remedy = "name another out_dir, or move the folder away"
+    made = load_json(folder / PROVENANCE) or {}
+    record = made.get("export") or {}
+    known = record.get("files", [])
+    unknown = [name for p in there if (name := p.relative_to(folder).as_posix()) not in known]
+    if unknown:
+        raise InputError(
+            f"out_dir={folder}: holds files that no export wrote there: {', '.join(unknown[:3])}"
+            f"{', ...' if len(unknown) > 3 else ''}; {remedy}"
+        )
+    found = {"format": record.get("format"), "head": made.get(SOURCE)}
+    if found != {"format": engine, "head": head}:
+        raise InputError(
+            f"out_dir={folder}: holds the export of head.path={found['head']} for "
+            f"format={found['format']}, which stays; {remedy}"
+        )
 
 
 def check_mtp(config: MtpFilesRun) -> None:

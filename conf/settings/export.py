@@ -45,7 +45,8 @@ class ExportRun:
     """GGUF file of the target, whose vocabulary `format=llamacpp` copies. Unset: `target.path` if
     it is a GGUF file, else a placeholder; llama.cpp reads text with the target's vocabulary."""
     out_dir: str = "outputs/export"
-    """Folder to write. An earlier export there is replaced; anything else is an error."""
+    """Folder to write. An earlier export of the same head and format there is replaced; anything
+    else is an error."""
 
 
 class HubLayout(Enum):

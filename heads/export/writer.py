@@ -142,7 +142,8 @@ def export_head(
         engine: format.
         reference: tensors and metadata of `compute_reference_tensors`.
         out_dir: folder, replaced if it exists.
-        provenance: record of the training, for `headsmith.json`.
+        provenance: record of the training, for `headsmith.json`, and `exported_from`, by which a
+            later export of the same head knows that it may replace this one.
         tokenizer_gguf: GGUF file of the target, whose vocabulary a GGUF file of the head copies.
 
     Raises:
@@ -152,12 +153,16 @@ def export_head(
     check_format(head, engine)
     files = head.plan_export(engine).files()
     tensors = {name: each.detach().cpu().contiguous() for name, each in files.tensors.items()}
+    gguf = files.weights.endswith(".gguf")
+    config_files = [] if gguf else ["config.json"]
     export_record = {
         "format": engine.value,
         "kind": head.variant,
         "layers": files.layers,
         "target": head.target_name,
         "dtype": format_dtype(head),
+        # For exports that may replace this one.
+        "files": [*config_files, PROVENANCE, "README.md", files.weights, PARITY.as_posix()],
         # For readers of the export.
         "added": files.added,
         # For the model card.
@@ -165,7 +170,6 @@ def export_head(
         "version_limit": format_version_limit(head, engine),
     }
     documents: dict[str, object] = {PROVENANCE: provenance | {"export": export_record}}
-    gguf = files.weights.endswith(".gguf")
     if gguf:
         vocab_metadata = build_vocab_metadata(head.vocab.size, tokenizer_gguf)
     else:

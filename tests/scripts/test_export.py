@@ -190,9 +190,16 @@ def test_an_export_can_be_exported_again(heads: Path, tmp_path: Path, verified) 
     run(heads, "eagle", "original", tmp_path / "first")
     run(tmp_path, "first", "trtllm", tmp_path / "second")
     run(heads, "eagle", "trtllm", tmp_path / "straight")
-    for name in ("model.safetensors", "config.json", "headsmith.json", "README.md"):
+    for name in ("model.safetensors", "config.json", "README.md"):
         again = (tmp_path / "second" / name).read_bytes()
         assert again == (tmp_path / "straight" / name).read_bytes(), name
+    again, straight = (
+        json.loads((tmp_path / name / "headsmith.json").read_text())
+        for name in ("second", "straight")
+    )
+    assert again.pop("exported_from") == str(tmp_path / "first")
+    assert straight.pop("exported_from") == str(heads / "eagle")
+    assert again == straight
 
 
 def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, verified) -> None:
@@ -224,21 +231,40 @@ def test_what_the_reader_refuses_stays_and_is_said(
     assert (out / "model.safetensors").is_file()
 
 
-def test_an_earlier_export_is_replaced_and_nothing_else(
-    heads: Path, tmp_path: Path, verified
+def test_only_an_earlier_export_of_the_same_head_and_format_is_replaced(
+    heads: Path, tmp_path: Path, verified, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    run(heads, "medusa", "tgi", out)
-    run(heads, "eagle", "sglang", out)
-    assert not (out / "medusa_lm_head.safetensors").exists()
-    mine = tmp_path / "mine"
+    run(heads, "eagle", "vllm", out)
+    assert f"\nwrote {out}; serve it with\n" in capsys.readouterr().out
+    run(heads, "eagle", "vllm", out, dtype=ExportDtype.bfloat16)
+    assert f"\nwrote {out} in place of its earlier export; serve" in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert load_file(out / "model.safetensors")["fc.weight"].dtype is torch.bfloat16
+    found = rf"^out_dir={out}: holds the export of head.path={heads}/eagle for format=vllm, which "
+    more = "stays; name another out_dir, or move the folder away$"
+    for kind, engine in (("eagle", "sglang"), ("eagle", "llamacpp"), ("medusa", "vllm")):
+        with pytest.raises(InputError, match=found + more):
+            run(heads, kind, engine, out)
+    (out / "parity" / "notes").touch()
+    with pytest.raises(InputError, match=rf"{out}: holds files that .* there: parity/notes; name"):
+        run(heads, "eagle", "vllm", out)
+    (out / "parity" / "notes").unlink()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_of_other_files_is_not_written(heads: Path, tmp_path: Path, verified) -> None:
+    mine, first = tmp_path / "mine", tmp_path / "first"
     mine.mkdir()
     (mine / "notes").touch()
-    for folder in (mine, heads / "eagle"):
-        with pytest.raises(InputError, match=rf"out_dir={folder}: holds other files than an exp"):
-            run(heads, "eagle", "vllm", folder)
-    assert [p.name for p in mine.iterdir()] == ["notes"]
+    run(heads, "eagle", "llamacpp", first)
+    (first / "headsmith.json").write_text("{}")  # as of an earlier version, or another program
+    for folder in (mine, heads / "eagle", first):
+        held = sorted(folder.rglob("*"))
+        with pytest.raises(InputError, match=rf"out_dir={folder}: holds files that no export wro"):
+            run(heads, "eagle", "llamacpp", folder)
+        assert sorted(folder.rglob("*")) == held
 
 
 def test_an_impossible_cell_is_refused_before_the_target_is_loaded(

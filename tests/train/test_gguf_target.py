@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_the_same_file_alone(run_dir: Path, folder: Path) -> 
 def test_what_engines_do_not_serve_is_said_before_the_first_step(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(folder, "Q4_1.gguf", "train.max_steps=1", f"out_dir={tmp_path / 'run'}")
+    train(folder, "Q4_1.gguf", "train.max_steps=2", f"out_dir={tmp_path / 'run'}")
     before, _ = capsys.readouterr().out.split("\ntraining: ")
     assert (
         "\nllama.cpp, which serves GGUF files, loads no Medusa heads; it serves heads of "
