@@ -13,7 +13,13 @@ from omegaconf.errors import OmegaConfBaseException
 from conf.command.environment import check_device_map
 from conf.command.help_pages import check_setting_exists
 from conf.errors import InputError
-from conf.files import LOCK_NAME, check_out_dir, find_lock_owner, make_lock_error
+from conf.files import (
+    LOCK_NAME,
+    check_out_dir,
+    find_local_path,
+    find_lock_owner,
+    make_lock_error,
+)
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, MeasureRun, SpeedupRun
 from conf.settings.training import TrainRun
@@ -92,7 +98,7 @@ def check_measurement(run: MeasureRun, result: str) -> None:
 
 
 def check_training(config: TrainRun) -> None:
-    """Refuse a used `out_dir`, and a target, data or head that do not exist.
+    """Refuse a used `out_dir`, missing inputs, and a stream without a number of steps.
 
     Raises:
         InputError: naming the setting, or the process that trains there.
@@ -103,6 +109,14 @@ def check_training(config: TrainRun) -> None:
         raise make_lock_error(lock, owner)
     check_run_folder(Path(config.out_dir), config.train.resume)
     check_inputs(config)
+    path = config.data.path
+    is_stream = config.data.streaming and path and not find_local_path("data.path", path)
+    if is_stream and config.train.max_steps is None:
+        raise InputError(
+            "data.streaming=true: a stream tells its length only where it ends, so "
+            "train.num_epochs gives no number of steps; type train.max_steps=N, optimizer "
+            f"steps of {config.train.batch_size} packed sequences (train.batch_size)"
+        )
 
 
 def check_run_folder(out_dir: Path, resume: str | None) -> None:

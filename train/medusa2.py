@@ -135,7 +135,7 @@ class Medusa2Objective(Objective):
         super().__init__()
         self.head = head
         self.target = target
-        self.joint, self.num_steps = config.joint, config.train.max_steps
+        self.joint, self.num_steps = config.joint, config.train.num_steps
         self.distilled = config.joint.target_loss is TargetLoss.self
         self.soft = config.head.labels is Labels.soft
         self.temperature = config.head.teacher_temperature
@@ -344,6 +344,7 @@ def main(config: Medusa2Run) -> None:
     processes.check_not_sharded("train/medusa2.py")
 
     def build(target: Target, data: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
+        config.settle_joint_steps(config.train.num_steps)
         heads, _ = medusa.main.make_head(config, target, data)
         if not target.output_head.weight.is_floating_point():
             raise InputError(

@@ -127,14 +127,8 @@ class Medusa2Run(TrainRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.joint.heads_only_steps is None:
-            fresh = self.head.path is None
-            self.joint.heads_only_steps = self.train.max_steps // 2 if fresh else 0
-        if self.joint.heads_only_steps >= self.train.max_steps:
-            raise InputError(
-                f"joint.heads_only_steps={self.joint.heads_only_steps}: leaves no joint step of "
-                f"train.max_steps={self.train.max_steps}; set it lower, or use train/medusa.py"
-            )
+        if self.train.max_steps is not None:
+            self.settle_joint_steps(self.train.max_steps)
         if self.target.adapter is not None:
             raise InputError(
                 f"target.adapter={self.target.adapter}: this command trains a new adapter; merge "
@@ -144,4 +138,18 @@ class Medusa2Run(TrainRun):
             raise InputError(
                 f"target.device_map={self.target.device_map}: a target that is trained must lie on "
                 "one device; leave target.device_map unset"
+            )
+
+    def settle_joint_steps(self, num_steps: int) -> None:
+        """Fill in an unset `joint.heads_only_steps`, once the number of steps is known.
+
+        Raises:
+            InputError: no joint step is left.
+        """
+        if self.joint.heads_only_steps is None:
+            self.joint.heads_only_steps = num_steps // 2 if self.head.path is None else 0
+        if self.joint.heads_only_steps >= num_steps:
+            raise InputError(
+                f"joint.heads_only_steps={self.joint.heads_only_steps}: leaves no joint step of "
+                f"train.max_steps={num_steps}; set it lower, or use train/medusa.py"
             )

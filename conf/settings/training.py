@@ -41,10 +41,10 @@ class Tracker(Enum):
 class TrainConfig:
     """The training loop, the same for every head."""
 
-    max_steps: int = 1000
-    """Optimizer steps."""
-    num_epochs: float | None = None
-    """Passes over the packed sequences, instead of `max_steps`."""
+    max_steps: int | None = None
+    """Optimizer steps, instead of `num_epochs`. Unset: `num_epochs` over the data."""
+    num_epochs: float = 3.0
+    """Passes over the packed sequences, where `max_steps` is unset."""
     batch_size: int = 8
     """Packed sequences per optimizer step, over all processes."""
     batch_tokens: int | None = None
@@ -110,12 +110,18 @@ class TrainConfig:
             if rate != AUTO and (isinstance(rate, str) or rate <= 0):
                 raise InputError(f"train.{name}={rate}: must be above 0, or {AUTO}")
         check_not_negative("train", self, "warmup_steps")
-        counted = self.num_epochs is None  # otherwise looked at when the data are known
-        if counted and (self.warmup_steps or 0) >= self.max_steps:
+        # Without max_steps, looked at when the data are known.
+        if self.max_steps is not None and (self.warmup_steps or 0) >= self.max_steps:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps}: must be below "
                 f"train.max_steps={self.max_steps}"
             )
+
+    @property
+    def num_steps(self) -> int:
+        """Return `max_steps`, once the data have settled it."""
+        assert self.max_steps is not None, "not settled"
+        return self.max_steps
 
 
 @dataclass

@@ -22,6 +22,7 @@ import eval.decode.cuda_graphs
 from conf.command import entry
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Medusa2Run
+from conf.settings.training import TrainConfig
 from eval.decode.cuda_graphs import GraphDecoder
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookahead import Lookahead
@@ -120,7 +121,7 @@ class Whole:
 def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
     """The objective of a recipe, with an untrained head."""
     if name == "medusa2":
-        run = Medusa2Run()
+        run = Medusa2Run(train=TrainConfig(max_steps=1000))
         run.joint.heads_only_steps = 0
         heads = MedusaHead.from_settings(target, run.head, vocab, seed=0)
         adapter = Adapter(target, run.adapter, seed=0)

@@ -244,7 +244,9 @@ def test_modules_that_cannot_be_adapted(modules: list[str], message: str) -> Non
         (lambda: AdapterConfig(dropout=1.0), r"adapter\.dropout=1\.0: must be from 0"),
         (lambda: JointConfig(heads_only_steps=-1), r"joint\.heads_only_steps=-1: must be"),
         (
-            lambda: Medusa2Run(joint=JointConfig(heads_only_steps=1000)),
+            lambda: Medusa2Run(
+                joint=JointConfig(heads_only_steps=1000), train=TrainConfig(max_steps=1000)
+            ),
             r"joint\.heads_only_steps=1000: leaves no joint step of train\.max_steps=1000",
         ),
         (lambda: Medusa2Run(target=TargetConfig(adapter="lora")), r"scripts/merge_adapter\.py"),
@@ -257,8 +259,13 @@ def test_settings_that_make_no_sense(make: Callable[[], Any], message: str) -> N
 
 
 def test_untrained_heads_come_first() -> None:
-    assert Medusa2Run().joint.heads_only_steps == 500
-    assert Medusa2Run(head=MedusaConfig(path="head")).joint.heads_only_steps == 0
+    steps = TrainConfig(max_steps=1000)
+    assert Medusa2Run(train=steps).joint.heads_only_steps == 500
+    assert Medusa2Run(head=MedusaConfig(path="head"), train=steps).joint.heads_only_steps == 0
+    unset = Medusa2Run()
+    assert unset.joint.heads_only_steps is None  # until the data tell the steps
+    unset.settle_joint_steps(30)
+    assert unset.joint.heads_only_steps == 15
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])

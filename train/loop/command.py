@@ -234,8 +234,7 @@ def _train_locked(
         where += ", compiled on first use" if compiled else ""
         lines_of_run = [*source.lines, *kernel_notice(accelerator.device), *lines]
         lines_of_run += [*list_serving_warnings(objective.head), optimizer]
-        lines_of_run.append(format_run_length(config.train, size, length))
-        print_plan(config, source.target.name, lines_of_run, where)
+        print_plan(config, source.target.name, lines_of_run, where, size, length)
     parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
     with source.open_states(objective.head.taps) as opened_source:
         rollouts = make_rollouts(config, opened_source)
@@ -280,7 +279,9 @@ def _train_locked(
 def resolve_length(
     config: TrainConfig, num_sequences: int, length: int, num_processes: int
 ) -> TrainConfig:
-    """Replace `batch_tokens`, `num_epochs` and an unset `warmup_steps` by sequences and steps.
+    """Replace `batch_tokens`, unset `max_steps` and `warmup_steps` by sequences and steps.
+
+    `num_epochs` becomes the passes that these steps make.
 
     Args:
         config: settings `train` of the run; if `batch_tokens` is unset, the processes must be able
@@ -296,12 +297,17 @@ def resolve_length(
         share = num_processes * config.micro_batch_size
         number = share * round(config.batch_tokens / length / share)
         config = replace(config, batch_size=max(share, number), batch_tokens=None)
-    if config.num_epochs is not None:
-        max_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
-        config = replace(config, max_steps=max_steps, num_epochs=None)
+    if config.max_steps is None:
+        num_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
+        config = replace(config, max_steps=max(1, num_steps))
     if config.warmup_steps is None:
-        config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.max_steps))
-    return config
+        config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.num_steps))
+    return replace(config, num_epochs=count_epochs(config, num_sequences))
+
+
+def count_epochs(config: TrainConfig, num_sequences: int) -> float:
+    """Count the passes over `num_sequences` packed sequences, once the steps are known."""
+    return config.num_steps * config.batch_size / max(1, num_sequences)
 
 
 def resolve_optimizer(
@@ -358,7 +364,7 @@ def needs_compile(
         return config.compile
     if accelerator.device.type == "cuda":
         return True
-    sequences = config.max_steps * config.batch_size // accelerator.num_processes
+    sequences = config.num_steps * config.batch_size // accelerator.num_processes
     return sequences * length * objective.loss_logits_per_token > MIN_COMPILED_LOGITS
 
 
@@ -400,22 +406,32 @@ def make_rollouts(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     )
 
 
-def print_plan(config: TrainRun, target: str, lines: list[str], where: str) -> None:
-    """Print the target, the data and the length of the training."""
+def print_plan(
+    config: TrainRun, target: str, lines: list[str], where: str, num_sequences: int, length: int
+) -> None:
+    """Print the length of the training first, then the target and the data."""
+    run_length = format_run_length(config.train, num_sequences, length)
+    print(f"training: {run_length}")  # noqa: T201
+    print(f"devices: {where}; the head goes to {config.out_dir}")  # noqa: T201
     print(f"target: {target}")  # noqa: T201
     for line in lines:
         print(line)  # noqa: T201
-    print(f"training: {config.train.max_steps} steps on {where}, to {config.out_dir}")  # noqa: T201
 
 
 def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
-    """Format the length of a run for people: `290 steps of 4 x 512 = 2,048 tokens, 1.0 epochs`."""
-    epochs = config.max_steps * config.batch_size / max(1, num_sequences)
-    tokens = config.batch_size * length
-    return (
-        f"{config.max_steps} steps of {config.batch_size} x {length} = {tokens:,} tokens, "
-        f"{epochs:.1f} epochs"
+    """Format the length of a run for people, and the share of the data that it does not read.
+
+    Example: `290 steps of 4 x 512 tokens = 593,920 tokens, 1.2 epochs`.
+    """
+    epochs = count_epochs(config, num_sequences)
+    num_tokens = config.num_steps * config.batch_size * length
+    text = (
+        f"{config.num_steps:,} steps of {config.batch_size} x {length} tokens = {num_tokens:,} "
+        f"tokens, {epochs:.1f} epochs"
     )
+    if epochs >= 1:
+        return text
+    return f"{text}; {1 - epochs:.1%} of the data is not read (unset train.max_steps reads all)"
 
 
 def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:

@@ -178,7 +178,7 @@ class TrainingLoop:
         self.stop_asked = self.stopping = False
         self.metrics: MetricLogger | None = None
         self.skipped = SkippedSequences(len(job.train))
-        self.round = Round(job.train, 0, self.config.max_steps, job.seed)
+        self.round = Round(job.train, 0, self.config.num_steps, job.seed)
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
         self._term_weights, self._rate = job.objective.term_weights, 0.0
@@ -255,7 +255,7 @@ class TrainingLoop:
             if written and self.metrics is not None:
                 self.metrics.log(self.step, written)
                 self.print_on_main(f"step {self.step}: {rollouts.format_round(written)}")
-        last = min(self.round.last, self.config.max_steps)
+        last = min(self.round.last, self.config.num_steps)
         ahead = self.job.num_prefetch_steps
         return Prefetcher(
             self._load_micro_batches, objective.prepare_batch, self.device, self.step, last, ahead
@@ -265,7 +265,7 @@ class TrainingLoop:
         """Run steps until the end or a stop."""
         config = self.config
         bar = tqdm(
-            desc="training", total=config.max_steps, initial=self.step, disable=self.rank != 0,
+            desc="training", total=config.num_steps, initial=self.step, disable=self.rank != 0,
             unit="step", dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
@@ -273,7 +273,7 @@ class TrainingLoop:
                 self._run_evaluation()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
             self.waiting.restart()
-            while self.step < config.max_steps:
+            while self.step < config.num_steps:
                 if self.stopping:
                     self._save_checkpoint()
                     return Outcome(False, self.step, self.evaluation)
@@ -284,7 +284,7 @@ class TrainingLoop:
                 self.step += 1
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
                 bar.update()
-                last = self.step == config.max_steps
+                last = self.step == config.num_steps
                 if last or self.step % config.log_steps == 0:
                     self._log_metrics()
                 if last or self.step % config.save_steps == 0:

@@ -24,7 +24,12 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from conf.command.run_record import find_changed_keys, format_changes, to_json
+from conf.command.run_record import (
+    find_changed_keys,
+    format_changes,
+    format_setting,
+    to_json,
+)
 from conf.errors import InputError
 from conf.settings.training import Schedule, TrainConfig
 from heads.folders import write_folder
@@ -38,11 +43,13 @@ ONLY_WATCHED = (
     "resume", "log_steps",
 )  # fmt: skip
 """Settings of `train.*` that only observe or save a run."""
+SETTLED = ("num_epochs",)
+"""Settings that other compared ones say again: `max_steps` is settled from the epochs."""
 ONLY_ROUNDED = ("micro_batch_size", "dtype", "compile")
 """Settings that only change the order or width of the arithmetic, like the number of processes.
 Weights and optimizer state stay float32."""
 NOT_COMPARED = {
-    "train": (*ONLY_WATCHED, *ONLY_ROUNDED),
+    "train": (*ONLY_WATCHED, *ONLY_ROUNDED, *SETTLED),
     "head": ("path", "revision"),
     "rollout": ("endpoint",),
 }
@@ -52,6 +59,8 @@ SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
 """Settings that may change if every step so far keeps its rate. A constant rate may start to decay
 at any step."""
 KIND = "kind of head"
+TYPED = ("seed", "train.", "head.", "rollout.", "adapter.", "joint.")
+"""Beginnings of the compared keys that are settings of the command line."""
 TOKENS = ("input_ids", "loss_mask", "document_ids")
 Say = Callable[[str], None]
 
@@ -258,10 +267,12 @@ def check_resume_settings(
     if KIND in keys:  # the other differences follow from it
         keys = [KIND]
     if keys:
+        typed = [format_setting(key, then[key]) for key in keys if key.startswith(TYPED)]
+        remedy = f" (type {' '.join(typed)})" if typed else ""
         raise InputError(
             f"train.resume={path}: made with other settings: {format_changes(then, now, keys)}. "
-            "Continue with the checkpoint's settings, or start a new run in another out_dir, from "
-            "this head if you like (head.path)"
+            f"Continue with the checkpoint's settings{remedy}, or start a new run in another "
+            "out_dir, from this head if you like (head.path)"
         )
     return unknown
 

@@ -195,11 +195,11 @@ def compute_rate_fraction(config: TrainConfig, step: int) -> float:
     warmup_steps = config.warmup_steps or 0
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    left = max(config.max_steps - step, 0)
+    left = max(config.num_steps - step, 0)
     if config.schedule is Schedule.cosine:
-        return 0.5 * (1 - math.cos(math.pi * left / (config.max_steps - warmup_steps)))
+        return 0.5 * (1 - math.cos(math.pi * left / (config.num_steps - warmup_steps)))
     if config.schedule is Schedule.wsd:
-        return min(1.0, left / max(1.0, config.decay_fraction * config.max_steps))
+        return min(1.0, left / max(1.0, config.decay_fraction * config.num_steps))
     return 1.0
 
 

@@ -5,7 +5,11 @@ from typing import Any
 import pytest
 
 from conf.errors import InputError
+from conf.settings.data import DataConfig
+from conf.settings.medusa import MedusaRun
 from conf.settings.training import Optimizer, Schedule, TrainConfig
+from data.embedded import CONVERSATIONS
+from eval.preflight_checks import check_training
 from tests.train.loop.test_memory import eagle, medusa
 from train.loop.command import format_run_length, resolve_length, resolve_optimizer
 from train.objective import Objective
@@ -17,13 +21,13 @@ from train.objective import Objective
 def test_epochs_are_whole_steps(num_epochs: float, steps: int) -> None:
     config = TrainConfig(num_epochs=num_epochs, batch_size=4, warmup_steps=5)
     found = resolve_length(config, num_sequences=100, length=512, num_processes=1)
-    assert (found.max_steps, found.num_epochs, found.batch_size) == (steps, None, 4)
+    assert (found.max_steps, found.num_epochs, found.batch_size) == (steps, steps * 4 / 100, 4)
     with pytest.raises(InputError, match=r"train.warmup_steps=50: .* below train.max_steps=25"):
         resolve_length(TrainConfig(num_epochs=1.0, batch_size=4, warmup_steps=50), 100, 512, 1)
 
 
 def test_an_unset_warm_up_is_a_share_of_the_steps() -> None:
-    for changes, steps in (({}, 40), ({"max_steps": 290}, 12), ({"num_epochs": 1.0}, 1)):
+    for changes, steps in (({}, 2), ({"max_steps": 290}, 12), ({"num_epochs": 1.0}, 1)):
         assert resolve_length(TrainConfig(**changes), 100, 512, 1).warmup_steps == steps
     assert resolve_length(TrainConfig(warmup_steps=0), 100, 512, 1).warmup_steps == 0
 
@@ -41,8 +45,25 @@ def test_tokens_are_the_nearest_batch_that_divides(
     assert (found.batch_size, found.batch_tokens) == (batch, None)
 
 
+def test_without_steps_a_run_reads_all_data_as_often_as_its_epochs_say() -> None:
+    for num_sequences, steps in ((8000, 3000), (8001, 3001), (1, 1)):
+        assert resolve_length(TrainConfig(), num_sequences, 512, 1).max_steps == steps
+    assert TrainConfig().num_epochs == 3
+
+
 def test_what_is_given_stays() -> None:
-    assert resolve_length(TrainConfig(), 100, 512, 2) == TrainConfig(warmup_steps=40)
+    given = TrainConfig(max_steps=1000, num_epochs=3)
+    stays = TrainConfig(max_steps=1000, warmup_steps=40, num_epochs=80)  # the passes that it makes
+    assert resolve_length(given, 100, 512, 2) == stays
+
+
+def test_a_stream_asks_for_steps() -> None:
+    data = DataConfig(path="nobody/has-this", streaming=True)
+    with pytest.raises(InputError, match=r"data.streaming=true: .* type train.max_steps=N"):
+        check_training(MedusaRun(data=data, out_dir="outputs/no-run"))
+    check_training(MedusaRun(data=data, out_dir="outputs/no-run", train=TrainConfig(max_steps=9)))
+    local = DataConfig(path=CONVERSATIONS, streaming=True)  # a file is no stream
+    check_training(MedusaRun(data=local, out_dir="outputs/no-run"))
 
 
 def resolved(
@@ -103,5 +124,10 @@ def test_the_rest_learns_slower_in_a_wider_head(make: type) -> None:
 
 
 def test_the_length_of_a_run_in_words() -> None:
-    config = TrainConfig(max_steps=290, batch_size=4)
-    assert format_run_length(config, 1000, 512) == "290 steps of 4 x 512 = 2,048 tokens, 1.2 epochs"
+    config = TrainConfig(max_steps=1290, batch_size=4)
+    said = "1,290 steps of 4 x 512 tokens = 2,641,920 tokens, "
+    assert format_run_length(config, 4000, 512) == f"{said}1.3 epochs"
+    assert format_run_length(config, 5160, 512) == f"{said}1.0 epochs"
+    assert format_run_length(config, 20000, 512) == (
+        f"{said}0.3 epochs; 74.2% of the data is not read (unset train.max_steps reads all)"
+    )

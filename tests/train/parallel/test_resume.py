@@ -29,6 +29,7 @@ from tests.train.loop.test_loop import fit, rows, settings, weights
 from tests.train.loop.test_loop import lines as metrics
 from train.eagle import EagleObjective
 from train.loop import loop
+from train.loop.command import resolve_length
 from train.loop.loop import TrainingJob
 from train.medusa import MedusaObjective
 from train.medusa2 import AdaptedMedusa, Medusa2Objective
@@ -82,7 +83,8 @@ def test_an_eagle_run_does_not_go_on_as_another(
         train = replace(train, **{name: value})
     written = getattr(value, "value", value)
     with pytest.raises(
-        InputError, match=rf"other settings: {key} was .*, is '?{written}'?\. Continue"
+        InputError,
+        match=rf"settings: {key} was .*, is '?{written}'?\. Continue.* \(type {key}=\S+\)",
     ):
         loop.fit_head(processes.start_accelerator(train), eagle_job(tmp_path, train, head))
 
@@ -118,7 +120,7 @@ def test_every_setting_of_the_loop_is_compared_or_known_to_be_harmless() -> None
     compared = {
         key.removeprefix("train.") for key in resume.collect_resume_settings("train", TrainConfig())
     }
-    harmless = {*resume.ONLY_WATCHED, *resume.ONLY_ROUNDED}
+    harmless = {*resume.ONLY_WATCHED, *resume.ONLY_ROUNDED, *resume.SETTLED}
     assert not compared & harmless
     assert compared | harmless == {field.name for field in fields(TrainConfig)}
     assert {"learning_rate", "schedule", "warmup_steps", "max_grad_norm", "max_steps"} <= compared
@@ -145,6 +147,22 @@ def test_more_steps_go_on_if_those_done_are_the_same(
         return
     with pytest.raises(InputError, match=r"train\.max_steps was 12, is 24\. Continue"):
         resume.check_resume_settings(Path("a"), then, now, longer, step)
+
+
+def test_a_run_begun_with_the_old_default_says_what_to_type() -> None:
+    """1,000 steps were the default, and the key `train.num_epochs` was null."""
+    made = resolve_length(settings(max_steps=1000, warmup_steps=None), 4000, 32, 1)
+    then = resume.collect_resume_settings("train", made) | {"train.num_epochs": None}
+    unset = resolve_length(settings(max_steps=None, warmup_steps=None), 4000, 32, 1)
+    now = resume.collect_resume_settings("train", unset)
+    said = (
+        r"train\.max_steps was 1000, is 3000; train\.warmup_steps was 40, is 120\. Continue with "
+        r"the checkpoint's settings \(type train\.max_steps=1000 train\.warmup_steps=40\), or start"
+    )
+    with pytest.raises(InputError, match=said):
+        resume.check_resume_settings(Path("a"), then, now, unset, step=20)
+    same = resume.collect_resume_settings("train", made)
+    assert resume.check_resume_settings(Path("a"), then, same, made, step=20) == []
 
 
 def test_a_constant_rate_may_begin_to_decay_at_any_step(tmp_path: Path) -> None:
@@ -191,6 +209,7 @@ def test_medusa_heads_and_medusa_2_bring_all_of_their_settings() -> None:
         head=config,
         adapter=AdapterConfig(rank=2),
         joint=JointConfig(heads_only_steps=10, heads_schedule=HeadsSchedule.sine),
+        train=TrainConfig(max_steps=1000),
     )
     adapter = Adapter(target, run.adapter, seed=0)
     found = Medusa2Objective(AdaptedMedusa(heads, adapter), target, run).resume_settings
