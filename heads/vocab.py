@@ -12,6 +12,9 @@ from torch import Tensor
 
 from conf.errors import InputError
 
+MIN_COVERED = 0.95
+"""Share of held-out tokens below which a draft vocabulary is too small for its data."""
+
 
 # Tensors have no single truth value, so a generated `==` would raise.
 @dataclass(frozen=True, eq=False)
@@ -160,6 +163,19 @@ def format_coverage(counts: Tensor, chosen: DraftVocab, always: Iterable[int]) -
         f"{compute_covered_fraction(counts, chosen):.2%} of the learnt tokens",
         f"  by size: {', '.join(fractions)}",
     ]
+
+
+def format_heldout_coverage(counts: Tensor, chosen: DraftVocab) -> str:
+    """Format the share of held-out tokens that a draft vocabulary on the CPU covers.
+
+    Args:
+        counts: [V] int64 on the CPU, count of each target id in held-out text.
+        chosen: draft vocabulary.
+    """
+    share = compute_covered_fraction(counts, chosen)
+    advice = "; a larger head.draft_vocab_size, or more data, covers more"
+    line = f"draft vocabulary: covers {share:.2%} of {int(counts.sum()):,} held-out tokens"
+    return f"{line}{advice}" if share < MIN_COVERED else line
 
 
 def _select_emitted(always: Iterable[int], size: int) -> list[int]:

@@ -3,7 +3,12 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from heads.vocab import DraftVocab, compute_covered_fraction, format_coverage
+from heads.vocab import (
+    DraftVocab,
+    compute_covered_fraction,
+    format_coverage,
+    format_heldout_coverage,
+)
 
 # 16 target ids; 100 tokens. Ids 4, 7, 9 and 10 tie, 1, 2, 3 and the last five are unseen.
 COUNTS = torch.tensor([2, 0, 0, 0, 5, 50, 20, 5, 8, 5, 5, 0, 0, 0, 0, 0])
@@ -164,6 +169,19 @@ def test_coverage_lines_leave_out_sizes_that_cannot_be_chosen() -> None:
     ones = torch.ones(3, dtype=torch.int64)
     lines = format_coverage(ones, DraftVocab.make_full(3), [])
     assert lines[1] == "  by size: 1 33.3%, 3 100.0%"
+
+
+def test_coverage_of_held_out_text_is_said_beside_that_of_the_data() -> None:
+    chosen = DraftVocab.from_counts(COUNTS, 3, [])
+    learnt = torch.zeros_like(COUNTS)
+    learnt[[5, 6, 8, 1]] = torch.tensor([500, 490, 8, 2])  # id 1 is not among the three
+    assert format_heldout_coverage(learnt, chosen) == (
+        "draft vocabulary: covers 99.80% of 1,000 held-out tokens"
+    )
+    assert format_heldout_coverage(COUNTS, chosen) == (
+        "draft vocabulary: covers 78.00% of 100 held-out tokens; a larger head.draft_vocab_size, "
+        "or more data, covers more"
+    )
 
 
 def test_narrowing_keeps_the_most_frequent_of_the_ids_that_are_in() -> None:

@@ -47,6 +47,7 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = [*EAGLE3, "head.draft_vocab_size=12"]
     text = trained([sys.executable, *arguments(inputs, folder / "out", *more)], folder)
     assert "draft vocabulary: 12 of 18 ids cover" in text
+    assert "draft vocabulary: covers " in text  # of held-out text
     assert "head: eagle3, 3 steps" in text
     assert "head saved to" in text
     return folder / "out"

@@ -6,7 +6,7 @@ tokens become numbers here.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,9 +33,10 @@ from heads.target_model.dequantise import resolve_target_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import format_target_change
 from heads.target_model.kernels import kernel_notice
-from heads.vocab import DraftVocab, format_coverage
+from heads.vocab import DraftVocab, format_coverage, format_heldout_coverage
 from train.batch.data_loader import Dataset
 from train.loop import loop, memory
+from train.loop.evaluation import INTERVAL, NUM_PROMPTS, format_basis, format_count
 from train.loop.loop import Evaluate, Outcome, TrainingJob
 from train.loop.rollouts import API_KEY, Rollouts
 from train.loop.sources import (
@@ -58,6 +59,17 @@ EAGLE-3.1 head of 2.5 million tokens fell from tau 3.18 to 3.01 in 100 steps; at
 MIN_COMPILED_LOGITS = 3e10
 """Logits from which compiling pays on a CPU: it costs about 20 s and saves 4 ns per logit of
 EAGLE's loss."""
+NEEDED_TOKENS = {
+    10_000_000: "that a try takes (10,000 conversations)",
+    100_000_000: "that a first head takes (100,000 conversations)",
+    500_000_000: "of the usual advice (500,000 conversations)",
+}
+"""Tokens that heads need, in conversations of 1,000 tokens; see docs/training.md."""
+WORTHWHILE_TAU = 1.5
+"""tau of a chain from which a head is worth more than suffixes: a chain with a tau of 1.41 was 1.16
+times as fast as the target alone, suffixes 1.26 times (docs/results/speedup.md)."""
+MIN_JUDGED_PROMPTS = 8
+"""Prompts below which nothing is said about a head."""
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """Function from the target (`EmbeddingsAndOutputHead` beside a feature store) and the training data
 to the objective and the lines to print about it."""
@@ -206,8 +218,11 @@ def _train_locked(
     length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
     size, world = len(source.train), accelerator.num_processes
     config.train = resolve_length(config.train, size, length, world)
+    num_read = min(size, config.train.num_steps * config.train.batch_size)
+    num_tokens = min(num_read * length, source.report.num_tokens)  # the report's hold no padding
     head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
     objective, lines = build(source.target, source.train)
+    lines += format_vocab_check(source, objective)
     if head.path is not None:
         other = format_target_change("head.path", head.path, head.revision, source.identity)
         lines += [] if other is None else [other]
@@ -232,7 +247,8 @@ def _train_locked(
     if accelerator.is_main_process:
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
         where += ", compiled on first use" if compiled else ""
-        lines_of_run = [*source.lines, *kernel_notice(accelerator.device), *lines]
+        lines_of_run = [*source.lines, *format_data_need(num_tokens)]
+        lines_of_run += [*kernel_notice(accelerator.device), *lines]
         lines_of_run += [*list_serving_warnings(objective.head), optimizer]
         print_plan(config, source.target.name, lines_of_run, where, size, length)
     parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
@@ -271,6 +287,7 @@ def _train_locked(
             print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
         print_end(outcome, out_dir, config.data.eval_path)
         if outcome.finished:
+            print(f"verdict: {format_verdict(outcome.evaluation, num_tokens)}")  # noqa: T201
             run_record.print_next_command(
                 "train", build_measure_settings(config, source.target.name)
             )
@@ -438,10 +455,11 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
     """Print where the head is, or how to continue."""
     if outcome.finished:
         tau = outcome.evaluation.get("eval/tau")
-        prompts = (
-            "prompts held out of data.path" if eval_path is None else "data.eval_path's prompts"
-        )
-        measured = "" if tau is None else f", tau {tau:.2f} on {prompts} (chain)"
+        whose = "held out of data.path" if eval_path is None else "of data.eval_path"
+        measured = ""
+        if tau is not None:
+            num_prompts = int(outcome.evaluation[f"eval/{NUM_PROMPTS}"])
+            measured = f", tau {tau:.2f} on {format_count(num_prompts)} {whose} (chain)"
         change = outcome.evaluation.get("eval/target_change_percent")
         if change is not None:
             measured += f", the target's own held-out loss {change:+.2f}%"
@@ -450,6 +468,67 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}; continue with train.resume=auto")  # noqa: T201
+
+
+def format_vocab_check(source: TrainingSource, objective: Objective) -> list[str]:
+    """Format how much of the held-out text a head's draft vocabulary covers, unless it is full."""
+    vocab = getattr(objective.head, "vocab", None)  # Medusa-2 trains an adapter beside its heads
+    if vocab is None or vocab.is_full:
+        return []
+    assert not isinstance(source.heldout, ServedSequences), "no server is open yet"
+    counts = source.heldout.count_token_ids(source.target.vocab_size)
+    return [format_heldout_coverage(counts, vocab.to("cpu"))]
+
+
+def format_data_need(num_tokens: int) -> list[str]:
+    """Format the tokens to learn from beside those that heads need; nothing if there are enough."""
+    for needed, purpose in NEEDED_TOKENS.items():
+        if num_tokens < needed:
+            return [
+                f"tokens to learn from: {num_tokens:,}, {num_tokens / needed:.1%} of the "
+                f"{needed / 1e6:.0f} million {purpose} (docs/training.md)"
+            ]
+    return []
+
+
+def format_verdict(evaluation: Mapping[str, float], num_tokens: int) -> str:
+    """Judge a trained head by its held-out tau and what that rests on, in a sentence or two.
+
+    Args:
+        evaluation: figures of the last evaluation, by name with the prefix `eval/`; none if it
+            failed.
+        num_tokens: different tokens that the head has read.
+    """
+    figures = {name.removeprefix("eval/"): value for name, value in evaluation.items()}
+    low, high = (figures.get(name) for name in INTERVAL)
+    basis = format_basis(figures) if NUM_PROMPTS in figures else ""
+    tau = f"tau {figures['tau']:.2f}" if basis else ""
+    if not basis:
+        why = "held no prompt" if evaluation else "failed"
+        judged = f"not to be published unmeasured, as the last evaluation {why}"
+    elif figures[NUM_PROMPTS] < MIN_JUDGED_PROMPTS or low is None or high is None:
+        judged = (
+            f"not to be published yet, as {tau} rests on {basis}; at least {MIN_JUDGED_PROMPTS} "
+            "are needed to judge a head"
+        )
+    elif high < WORTHWHILE_TAU:
+        judged = (
+            f"not to be published, as {tau} ({basis}) lies below {WORTHWHILE_TAU}, where suffixes, "
+            "which need no training, save as much"
+        )
+    elif low < WORTHWHILE_TAU:
+        judged = (
+            f"undecided, as the interval of {tau} ({basis}) holds {WORTHWHILE_TAU}, up to which "
+            "suffixes, which need no training, save as much"
+        )
+    else:
+        judged = f"worth measuring, as {tau} ({basis}) lies above {WORTHWHILE_TAU}"
+    needed, purpose = next(iter(NEEDED_TOKENS.items()))
+    if num_tokens >= needed:
+        return judged
+    return (
+        f"{judged}. The head read {num_tokens:,} tokens of the {needed / 1e6:.0f} million {purpose}"
+    )
 
 
 def build_measure_settings(config: TrainRun, target: str) -> dict[str, Any]:

@@ -21,7 +21,13 @@ from tqdm import tqdm
 from data.features.store_format import HIDDEN_STATES
 from data.features.store_reader import StoredDataset, dequantize_batch
 from data.prepared.packing import PackedDataset
-from eval.measure.acceptance_stats import PromptSteps, alpha, tau
+from eval.measure.acceptance_stats import (
+    PromptSteps,
+    alpha,
+    compute_tau_interval,
+    format_interval,
+    tau,
+)
 from eval.measure.replay import Replayable, rank_candidates, replay_tree
 from eval.measure.target_answers import AnswerSource
 from heads.decoding.tree import Tree
@@ -45,6 +51,8 @@ RANGES = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-")
 MAX_PROMPT_TOKENS = 256
 MAX_REPLAY_TOKENS = 64
 TEXT_PROMPT_TOKENS = 32
+NUM_PROMPTS, INTERVAL = "tau_prompts", ("tau_low", "tau_high")
+"""Figures beside `tau`: prompts that it rests on, and its 95% interval, of two prompts or more."""
 Evaluate = Callable[[Any], dict[str, float]]
 """Function from a head in eval mode to figures by name."""
 
@@ -152,6 +160,33 @@ def compute_metrics(
     return named
 
 
+def format_figures(figures: Mapping[str, float]) -> str:
+    """Format the figures of an evaluation as a line, tau with its prompts and interval.
+
+    Figures by position appear in the file only.
+    """
+    named = {name.removeprefix("eval/"): value for name, value in figures.items()}
+    beside = {NUM_PROMPTS, *INTERVAL}
+    return ", ".join(
+        f"{name} {value:.3f}" + (f" ({format_basis(named)})" if name == "tau" else "")
+        for name, value in named.items()
+        if "/" not in name and name not in beside
+    )
+
+
+def format_basis(figures: Mapping[str, float]) -> str:
+    """Format what a tau rests on: `16 prompts, 95% interval 1.21-1.40`."""
+    text = format_count(int(figures[NUM_PROMPTS]))
+    if INTERVAL[0] not in figures:
+        return text
+    return f"{text}, 95% interval {format_interval([figures[name] for name in INTERVAL])}"
+
+
+def format_count(num_prompts: int) -> str:
+    """Format a number of prompts."""
+    return f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}"
+
+
 class Replay(ABC):
     """Replay of a chain of draft tokens over the target's own answers.
 
@@ -172,16 +207,18 @@ class Replay(ABC):
         """Return the answer [n] to each prompt, and the target's states of prompt and answer."""
 
     def __call__(self, head: Replayable) -> dict[str, float]:
-        """Compute `tau` and `greedy_alpha_d1`.. of the chain."""
+        """Compute `tau`, its number of prompts and 95% interval, and `greedy_alpha_d1`.."""
         chain = Tree.make_chain(self.depth)
-        steps = []
+        steps: list[PromptSteps] = []
         for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
             ranked = rank_candidates(head, chain, output, prompt, answer)
-            steps.append(PromptSteps("heldout", replay_tree(chain, ranked, answer)))
+            passes = replay_tree(chain, ranked, answer)
+            steps.append(PromptSteps("heldout", passes, dialogue=len(steps)))
+        figures = {"tau": tau(steps), NUM_PROMPTS: float(len(steps))}
+        if (interval := compute_tau_interval(steps, seed=0)) is not None:
+            figures |= dict(zip(INTERVAL, interval, strict=True))
         rates = alpha(steps, chain.depth)
-        return {"tau": tau(steps)} | {
-            f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)
-        }
+        return figures | {f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)}
 
 
 class HeldoutReplay(Replay):

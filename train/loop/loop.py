@@ -35,7 +35,12 @@ from train.batch.data_loader import (
     split_micro_batches,
     stack_sequences,
 )
-from train.loop.evaluation import Evaluate, compute_metrics, evaluate_heldout
+from train.loop.evaluation import (
+    Evaluate,
+    compute_metrics,
+    evaluate_heldout,
+    format_figures,
+)
 from train.loop.metric_logger import MetricLogger
 from train.loop.rollouts import Rollouts, Round
 from train.loop.sources import WaitTimer, format_server_balance
@@ -484,10 +489,7 @@ class TrainingLoop:
             return
         if self.metrics is not None:
             self.metrics.log(self.step, self.evaluation)
-        # Figures by position appear in the file only.
-        named = {name.removeprefix("eval/"): value for name, value in self.evaluation.items()}
-        figures = (f"{name} {value:.3f}" for name, value in named.items() if "/" not in name)
-        self.print_on_main(f"step {self.step}: {', '.join(figures)}")
+        self.print_on_main(f"step {self.step}: {format_figures(self.evaluation)}")
 
     def _save_checkpoint(self) -> None:
         tensors = self.placement.gather_tensors()

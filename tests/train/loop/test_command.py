@@ -11,7 +11,13 @@ from conf.settings.training import Optimizer, Schedule, TrainConfig
 from data.embedded import CONVERSATIONS
 from eval.preflight_checks import check_training
 from tests.train.loop.test_memory import eagle, medusa
-from train.loop.command import format_run_length, resolve_length, resolve_optimizer
+from train.loop.command import (
+    format_data_need,
+    format_run_length,
+    format_verdict,
+    resolve_length,
+    resolve_optimizer,
+)
 from train.objective import Objective
 
 
@@ -131,3 +137,43 @@ def test_the_length_of_a_run_in_words() -> None:
     assert format_run_length(config, 20000, 512) == (
         f"{said}0.3 epochs; 74.2% of the data is not read (unset train.max_steps reads all)"
     )
+
+
+def judged(num_prompts: int, tau: float, low: float, high: float, num_tokens: int) -> str:
+    figures = {"tau": tau, "tau_prompts": num_prompts, "tau_low": low, "tau_high": high}
+    return format_verdict({f"eval/{name}": value for name, value in figures.items()}, num_tokens)
+
+
+def test_the_verdict_follows_the_figures_and_their_interval() -> None:
+    enough = 10_000_000
+    assert judged(16, 1.14, 1.1, 1.18, enough) == (
+        "not to be published, as tau 1.14 (16 prompts, 95% interval 1.10-1.18) lies below 1.5, "
+        "where suffixes, which need no training, save as much"
+    )
+    assert judged(16, 1.55, 1.4, 1.7, enough).startswith(
+        "undecided, as the interval of tau 1.55 (16 prompts, 95% interval 1.40-1.70) holds 1.5"
+    )
+    assert judged(16, 2.4, 2.1, 2.7, enough) == (
+        "worth measuring, as tau 2.40 (16 prompts, 95% interval 2.10-2.70) lies above 1.5"
+    )
+    assert judged(7, 2.4, 2.1, 2.7, enough) == (
+        "not to be published yet, as tau 2.40 rests on 7 prompts, 95% interval 2.10-2.70; at least "
+        "8 are needed to judge a head"
+    )
+    one = {"eval/tau": 1.37, "eval/tau_prompts": 1.0}
+    assert format_verdict(one, 900) == (
+        "not to be published yet, as tau 1.37 rests on 1 prompt; at least 8 are needed to judge a "
+        "head. The head read 900 tokens of the 10 million that a try takes (10,000 conversations)"
+    )
+    failed = "not to be published unmeasured, as the last evaluation failed"
+    assert format_verdict({}, enough) == failed
+    assert format_verdict({"eval/loss": 1.0}, enough) == failed.replace("failed", "held no prompt")
+
+
+def test_the_plan_says_how_far_the_data_reach() -> None:
+    assert format_data_need(300) == [
+        "tokens to learn from: 300, 0.0% of the 10 million that a try takes (10,000 conversations) "
+        "(docs/training.md)"
+    ]
+    assert format_data_need(25_000_000)[0].startswith("tokens to learn from: 25,000,000, 25.0% of ")
+    assert format_data_need(500_000_000) == []

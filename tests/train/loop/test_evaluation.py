@@ -4,11 +4,16 @@ from toys import noisy_head, random_target
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
 from eval.decode.engine import decode
-from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.measure.acceptance_stats import PromptSteps, compute_tau_interval, tau
 from eval.measure.target_answers import LocalAnswerSource
 from heads.decoding.tree import Tree
 from heads.medusa import MedusaDrafter
-from train.loop.evaluation import MAX_REPLAY_TOKENS, HeldoutReplay, select_heldout_prompts
+from train.loop.evaluation import (
+    MAX_REPLAY_TOKENS,
+    HeldoutReplay,
+    format_figures,
+    select_heldout_prompts,
+)
 
 
 def test_prompts_end_where_the_first_learnt_token_is() -> None:
@@ -28,8 +33,26 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
         decode(target, MedusaDrafter(head, Tree.make_chain(3)), prompt, MAX_REPLAY_TOKENS).steps
         for prompt in prompts
     ]
-    assert replayed["tau"] == tau([PromptSteps("all", each) for each in steps])
-    assert set(replayed) == {"tau", "greedy_alpha_d1", "greedy_alpha_d2", "greedy_alpha_d3"}
+    prompts_steps = [PromptSteps("all", each, dialogue=n) for n, each in enumerate(steps)]
+    assert replayed["tau"] == tau(prompts_steps)
+    assert replayed["tau_prompts"] == 2
+    assert (replayed["tau_low"], replayed["tau_high"]) == compute_tau_interval(prompts_steps, 0)
+    depths = {"greedy_alpha_d1", "greedy_alpha_d2", "greedy_alpha_d3"}
+    assert set(replayed) == {"tau", "tau_prompts", "tau_low", "tau_high", *depths}
+
+
+def test_a_line_of_figures_says_what_tau_rests_on() -> None:
+    figures = {
+        "eval/loss": 2.5,
+        "eval/0-1k/top1_d1": 0.5,
+        "eval/tau": 1.26,
+        "eval/tau_prompts": 1.0,
+    }
+    assert format_figures(figures) == "loss 2.500, tau 1.260 (1 prompt)"
+    more = {"eval/tau_prompts": 16.0, "eval/tau_low": 1.1, "eval/tau_high": 1.4, "eval/tau_b": 3.0}
+    assert format_figures(figures | more) == (
+        "loss 2.500, tau 1.260 (16 prompts, 95% interval 1.10-1.40), tau_b 3.000"
+    )
 
 
 def test_training_the_head_does_not_change_the_answers() -> None:

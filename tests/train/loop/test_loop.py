@@ -129,7 +129,7 @@ def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: 
 
 
 def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
-    outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5})
+    outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5, "tau_prompts": 3})
     assert outcome.finished
     assert outcome.evaluation["eval/tau"] == 1.5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
@@ -285,12 +285,13 @@ def test_an_evaluation_that_fails_loses_nothing(
 
 @pytest.mark.parametrize(
     ("eval_path", "prompts"),
-    [(None, "prompts held out of data.path"), ("held.jsonl", "data.eval_path's prompts")],
+    [(None, "1 prompt held out of data.path"), ("held.jsonl", "16 prompts of data.eval_path")],
 )
 def test_the_end_names_the_prompts_of_its_tau(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], eval_path: str | None, prompts: str
 ) -> None:
-    command.print_end(Outcome(True, 3, {"eval/tau": 1.5}), tmp_path, eval_path)
+    figures = {"eval/tau": 1.5, "eval/tau_prompts": float(prompts.split(maxsplit=1)[0])}
+    command.print_end(Outcome(True, 3, figures), tmp_path, eval_path)
     assert (
         capsys.readouterr().out == f"head saved to {tmp_path}/head, tau 1.50 on {prompts} (chain)\n"
     )

@@ -103,6 +103,7 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     text = trained([sys.executable, *arguments(inputs, elsewhere / "out")], elsewhere)
     assert "head saved to" in text
+    assert "verdict: " in text[text.index("head saved to") : text.index("next, measure")]
     assert f"eval/acceptance.py head.path={elsewhere}/out/head target.path={inputs}/target" in text
     return elsewhere / "out"
 
