@@ -21,6 +21,7 @@ from conf.errors import InputError
 from conf.files import find_local_path, retry_io, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
+from heads.mtp.families import FAMILIES, UNSUPPORTED_REASONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,13 @@ WEIGHTS = ("*.safetensors", "*.bin")
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"(?P<start>.+-)(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 GGUF = ".gguf"
+MODEL_NAMES = re.compile(r"(?!.*(?:Eagle|Medusa))\w+For(?:CausalLM|ConditionalGeneration)")
+"""Architectures of whole models. EAGLE-1's heads have the name of their target's."""
+HEAD_NAMES = re.compile(r"Eagle|Medusa|DFlash|DSpark|MtpHead|Draft|Speculator")
+"""Parts of the names that writers of heads give to their architectures."""
+HEAD_KEYS = {"speculators_model_type", "medusa_num_heads"}
+FUSING = {"fc.weight", "model.fc.weight"}
+"""Names of the matrix by which EAGLE heads read hidden states. No whole model has one."""
 
 
 def check_target_files(config: TargetConfig) -> None:
@@ -50,6 +58,11 @@ def check_target_files(config: TargetConfig) -> None:
         if split_gguf_path(path):
             continue
         folder = find_local_path(key, path)
+        if key == "target.path" and content is not None and _is_head(content, folder):
+            raise InputError(
+                f"{key}={path}: a head, give it as head.path={path}, and the model that it drafts "
+                "for as target.path"
+            )
         if folder is not None:
             _check_weights(f"{key}={path}", folder)
         if key == "target.path" and content is not None and "model_type" not in content:
@@ -57,6 +70,35 @@ def check_target_files(config: TargetConfig) -> None:
                 f"{key}={path}: its {name} has no model_type, which transformers needs; name "
                 "another model"
             )
+
+
+def _is_head(config: dict[str, Any], folder: Path | None) -> bool:
+    """Tell whether a config, with its folder if that is local, is that of a draft head."""
+    named = any(map(HEAD_NAMES.search, config.get("architectures") or ()))
+    if named or HEAD_KEYS & config.keys() or folder is None:
+        return named or bool(HEAD_KEYS & config.keys())
+    if (folder / PROVENANCE).is_file():
+        return True
+    return config.get("num_hidden_layers") == 1 and bool(FUSING & _list_all_tensor_names(folder))
+
+
+def _is_whole_model(config: dict[str, Any], folder: Path) -> bool:
+    """Tell whether a folder holds a model from which no head can be read.
+
+    Models of families with an MTP layer can hold a head.
+    """
+    names = config.get("architectures") or ()
+    kind = (config.get("text_config") or config).get("model_type")
+    if {*names} & FAMILIES.keys() or kind in UNSUPPORTED_REASONS:
+        return False
+    if (folder / PROVENANCE).is_file() or not any(map(MODEL_NAMES.fullmatch, names)):
+        return False
+    tensors = _list_all_tensor_names(folder)
+    return any("embed" in each or "wte" in each for each in tensors) and not FUSING & tensors
+
+
+def _list_all_tensor_names(folder: Path) -> set[str]:
+    return {name for file in folder.glob(WEIGHTS[0]) for name in list_tensor_names(file)}
 
 
 def check_head_files(
@@ -79,6 +121,11 @@ def check_head_files(
         return
     head_config = _load_local_config(key, head.path, head.revision, "config.json")
     folder = find_local_path(key, head.path)
+    if head_config is not None and folder is not None and _is_whole_model(head_config, folder):
+        raise InputError(
+            f"{key}={head.path}: a whole model, give it as target.path={head.path}, and a head "
+            f"that drafts for it as {key}"
+        )
     if head_config is None or folder is None or target is None or target.path is None:
         return
     target_config = _load_local_config("target.path", target.path, target.revision, "config.json")
@@ -336,10 +383,15 @@ def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
         raise InputError(f"{key}={path}: is a file; name its folder")
     for name in names:
         if not (folder / name).is_file():
-            there = sorted(file.name for file in folder.iterdir())
-            raise InputError(
-                f"{key}={path}: no {name} there; found {there}; name the folder that has it"
-            )
+            inner = [file.parent for deep in ("*", "*/*") for file in folder.glob(f"{deep}/{name}")]
+            if inner:
+                is_head = key == "target.path" and (min(inner) / PROVENANCE).is_file()
+                place = Path(path) / min(inner).relative_to(folder)
+                remedy = f"type {'head.path' if is_head else key}={place}"
+            else:
+                there = sorted(file.name for file in folder.iterdir())
+                remedy = f"found {there}; name the folder that has it"
+            raise InputError(f"{key}={path}: no {name} there; {remedy}")
     return folder
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from doors import COMMANDS
+from safetensors.numpy import save_file
 
 from conf import files as places
 from conf.command.jsonl_store import JsonlStore
@@ -165,6 +167,73 @@ def test_a_head_of_another_target_is_refused(
     with pytest.raises(InputError) as refused:
         check_head_files(head, target)
     assert f"head.path: this head has {message}, but target.path=target has" in str(refused.value)
+
+
+def model_folder(name: str, architecture: str, *tensors: str, **config: Any) -> str:
+    """A folder of a head or a model of others, with tensors of these names."""
+    path = Path(folder(name, {**SIZES, "architectures": [architecture], **config}))
+    save_file({each: np.zeros(1, np.float32) for each in tensors}, path / "model.safetensors")
+    return name
+
+
+LLAMA = "LlamaForCausalLM"
+LAYER = "layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "config", "is_head"),
+    [
+        (LLAMA, ["model.embed_tokens.weight", f"model.{LAYER}"], {"num_hidden_layers": 24}, False),
+        (LLAMA, ["model.embed_tokens.weight", f"model.{LAYER}"], {"num_hidden_layers": 1}, False),
+        ("Qwen2ForCausalLM", ["model.embed_tokens.weight"], {"num_hidden_layers": 2}, False),
+        ("Gemma4ForConditionalGeneration", ["language_model.embed.weight"], {}, False),
+        ("GPT2LMHeadForCausalLM", ["wte.weight", "h.0.mlp.c_fc.weight"], {}, False),
+        (LLAMA, ["embed_tokens.weight", LAYER, "fc.weight"], {"num_hidden_layers": 1}, True),
+        ("LlamaForCausalLMEagle3", ["midlayer.mlp.up_proj.weight"], {}, True),
+        ("EagleLlamaForCausalLM", [f"model.{LAYER}", "model.fc.weight"], {}, True),
+        ("DFlashDraftModel", [LAYER, "fc.weight"], {"num_hidden_layers": 5}, True),
+        ("Eagle3Speculator", [LAYER], {"speculators_model_type": "eagle3"}, True),
+        ("MedusaModel", ["0.0.linear.weight"], {"medusa_num_heads": 4}, True),
+    ],
+)
+def test_a_whole_model_is_no_head_and_a_head_no_model(
+    architecture: str, tensors: list[str], config: dict[str, Any], is_head: bool
+) -> None:
+    path = model_folder("x", architecture, *tensors, **config)
+    if is_head:
+        check_head_files(HeadRef(path), None)
+        with pytest.raises(InputError, match=r"^target\.path=x: a head, give it as head\.path=x, "):
+            check_target_files(TargetConfig(path))
+    else:
+        check_target_files(TargetConfig(path))
+        with pytest.raises(InputError, match=r"^head\.path=x: a whole model, give it as target\.p"):
+            check_head_files(HeadRef(path), None)
+
+
+def test_a_model_with_an_mtp_layer_is_a_target_and_a_head() -> None:
+    for architecture in ("Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"):
+        path = model_folder(architecture, architecture, "model.embed_tokens.weight")
+        check_target_files(TargetConfig(path))
+        check_head_files(HeadRef(path), None)
+
+
+def test_a_folder_of_a_run_is_answered_with_its_head() -> None:
+    Path(folder("run/head", SIZES), "headsmith.json").touch()
+    folder("hub/snapshots/abc", SIZES)
+    Path("empty").mkdir()
+    for path in ("run", "run/"):
+        with pytest.raises(InputError, match=r"no config\.json there; type head\.path=run/head$"):
+            check_head_files(HeadRef(path), None)
+    with pytest.raises(
+        InputError, match=r"target\.path=run: no config.*; type head\.path=run/head"
+    ):
+        check_target_files(TargetConfig("run"))
+    with pytest.raises(InputError, match=r"no config.*; type target\.path=hub/snapshots/abc$"):
+        check_target_files(TargetConfig("hub"))
+    with pytest.raises(InputError, match=r"no config\.json there; found \[\]; name the folder"):
+        check_head_files(HeadRef("empty"), None)
+    with pytest.raises(InputError, match=r"^target\.path=run/head: a head, give it as head\.path="):
+        check_target_files(TargetConfig("run/head"))
 
 
 def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

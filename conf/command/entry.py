@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, get_type_hints
 
 import hydra
 from hydra import compose, initialize
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 from conf.command.environment import set_passive_wait_policy
 from conf.command.help_pages import (
     check_setting_exists,
+    check_typed_form,
     format_help_page,
     format_setting_help,
     list_settings,
@@ -42,8 +45,8 @@ HYDRA = {
 results."""
 FULL_ERROR = "HYDRA_FULL_ERROR"
 HELP, SWEEP = {"--help", "-h"}, {"--multirun", "-m"}
-KEY = re.compile(r"(?:\+\+)?([a-z_]+(?:\.\w+)*)=")
-"""Name of the setting in an override that is typed."""
+KEY = re.compile(r"\+{0,2}([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+"""Name and value of the setting in an override that is typed."""
 MERGE_ERROR = re.compile(r"Error merging override (.+)")
 SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(.+?)=(.+)'")
 """Messages of Hydra."""
@@ -80,6 +83,7 @@ class Command(Generic[Config]):
         if HELP & set(argv):
             _exit_on_input_error(partial(self._print_help, argv))
             sys.exit(0)
+        _exit_on_input_error(partial(self._check_typed_forms, argv))
         checked = []
         jobs = _split_sweep(argv)
         for number, job in enumerate(jobs):
@@ -162,8 +166,23 @@ class Command(Generic[Config]):
     def _check_keys(self, job: list[str]) -> None:
         """Refuse settings that the command lacks, naming the commands that have them."""
         for key in filter(None, (KEY.match(override) for override in job)):
-            if key[1] != "head" and not key[1].startswith("hydra"):
-                check_setting_exists(self.schema, key[1])
+            if key[1] == "head" and not self.recipes and (found := _find_recipe_script(key[2])):
+                raise InputError(f"head={key[2]}: {found}")
+            if not (key[1] == "head" and self.recipes) and not key[1].startswith("hydra"):
+                check_setting_exists(self.schema, key[1], key[2])
+
+    def _check_typed_forms(self, argv: list[str]) -> None:
+        """Refuse settings that are typed as in other toolkits: as options, or without `=`."""
+        options = {
+            word for word in get_args_parser().parse_known_args(argv)[1] if word.startswith("-")
+        }
+        for word, following in pairwise([*argv, None]):
+            assert word is not None
+            bare = "=" not in word and not word.startswith(("-", "~"))
+            if bare or word in options:
+                follows = following is not None and not following.startswith("-")
+                value = following if follows and "=" not in str(following) else None
+                check_typed_form(self.schema, word, value)
 
     def _print_help(self, argv: list[str]) -> None:
         """Print all settings, or those that argv names, with the values that argv sets."""
@@ -211,9 +230,11 @@ def convert_hydra_error(
     """
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).partition("/")
-        return InputError(
-            f"{group}={name}: no such recipe; allowed: {', '.join(recipes)} (conf/{group})"
+        problem = _find_recipe_script(name) or (
+            f"no such recipe; allowed: {', '.join(recipes)} (conf/{group}); a trained head is "
+            "head.path=FOLDER"
         )
+        return InputError(f"{group}={name}: {problem}")
     known = {s.name: s.allowed for s in list_settings(schema, OmegaConf.structured(schema))}
     lines = str(error).strip().splitlines()
     if several := SEVERAL_VALUES.match(lines[0]):
@@ -239,6 +260,18 @@ def convert_hydra_error(
     name = key.lstrip("+~")
     allowed = known.get(name, "see --help")
     return InputError(f"{name}={value}: not allowed here; allowed: {allowed}; try --help {name}")
+
+
+def _find_recipe_script(name: str) -> str | None:
+    """Say which training a recipe or a kind of head belongs to; None if there is none."""
+    for script in sorted((RECIPES.parents[1] / "train").glob("*.py")):
+        typed = f"train/{script.name}"
+        if f'"{name}"' in script.read_text(encoding="utf-8").partition("\nif __name__")[0]:
+            typed += f" head={name}" if (RECIPES / f"{name}.yaml").is_file() else ""
+            return (
+                f"another command trains it; type {typed}, or head.path=FOLDER for a trained head"
+            )
+    return None
 
 
 def _split_sweep(argv: list[str]) -> list[list[str]]:

@@ -29,6 +29,51 @@ other sections, and the settings of LAST. Within a group the order of the datacl
 UNSET = "???"
 COLUMN = 34
 """Column at which descriptions begin."""
+OTHER_NAMES = {
+    name: setting
+    for setting, names in {
+        "target.path": "model model_id model_name model_name_or_path model_path base_model "
+        "base_model_name_or_path pretrained_model_name_or_path target_model target_model_path "
+        "verifier verifier_name_or_path",
+        "target.dtype": "torch_dtype model_dtype",
+        "data.path": "dataset dataset_name dataset_path data_path data_files train_data "
+        "train_data_path train_dataset train_file train_path",
+        "data.eval_path": "eval_data eval_data_path eval_dataset eval_file eval_path val_path "
+        "validation_file",
+        "data.max_length": "max_seq_length max_seq_len max_sequence_length seq_length seq_len "
+        "sequence_length total_seq_len model_max_length cutoff_len context_length block_size",
+        "data.num_proc": "num_workers dataset_num_proc preprocessing_num_workers",
+        "head.path": "draft draft_head draft_model draft_model_path draft_model_name_or_path "
+        "ea_model_path head_path speculative_model speculator",
+        "head.num_steps": "ttt_length ttt_steps",
+        "train.learning_rate": "lr",
+        "train.num_epochs": "epoch epochs num_train_epochs",
+        "train.max_steps": "steps max_train_steps num_train_steps total_steps",
+        "train.batch_size": "batch bs batch_size global_batch_size total_batch_size "
+        "train_batch_size",
+        "train.micro_batch_size": "per_device_batch_size per_device_train_batch_size "
+        "train_micro_batch_size_per_gpu",
+        "train.optimizer": "optim",
+        "train.schedule": "scheduler scheduler_type lr_scheduler lr_scheduler_type",
+        "train.warmup_steps": "warmup num_warmup_steps",
+        "train.max_grad_norm": "clip_grad grad_clip gradient_clipping max_norm",
+        "train.dtype": "mixed_precision precision",
+        "train.resume": "checkpoint resume_from resume_from_checkpoint",
+        "train.log_steps": "log_interval logging_steps",
+        "train.eval_steps": "eval_interval",
+        "train.save_steps": "save_interval checkpoint_steps",
+        "log.tracker": "logger report_to",
+        "log.project": "wandb_project",
+        "max_new_tokens": "max_tokens max_new_token max_output_tokens",
+        "depth": "num_draft_tokens num_speculative_tokens spec_tokens",
+        "endpoint": "api_base base_url server_url url",
+        "out_dir": "output output_dir output_path save_dir save_path",
+    }.items()
+    for name in names.split()
+}
+"""Settings by the last part of their names in other toolkits, where values mean the same."""
+MOST_SCRIPTS = 4
+"""Commands that a message names at most."""
 KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 END = (
     "KEY=VALUE sets a setting; lists are [1,2], nothing is null. `--help KEY` and `--help SECTION` "
@@ -225,24 +270,68 @@ def _compute_text_width() -> int:
     return max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
-def check_setting_exists(schema: type[Any], key: str) -> None:
-    """Refuse a setting that a command lacks.
+def check_setting_exists(schema: type[Any], key: str, value: str | None = None) -> None:
+    """Refuse a setting that a command lacks, and a value for a section.
 
     Args:
         schema: dataclass of the command's settings.
         key: dotted name as typed. Any name below a setting of the command is allowed.
+        value: value as typed; None looks at the key alone.
 
     Raises:
-        InputError: the message names similar settings, or the commands that have this one.
+        InputError: the message names the setting that was meant, the commands that have this one,
+            or similar settings.
     """
     names = {*_iter_setting_names(schema)}
-    if any(f"{key}.".startswith(f"{n}.") or f"{n}.".startswith(f"{key}.") for n in names):
+    if any(name.startswith(f"{key}.") for name in names):
+        if value is not None and not value.startswith(("{", "$")):
+            remedy = f"type {key}.path={value}" if f"{key}.path" in names else f"try --help {key}"
+            raise InputError(f"{key}={value}: {key} is a section of settings; {remedy}")
+        return
+    if any(f"{key}.".startswith(f"{name}.") for name in names):
         return
     scripts = [
         script for script, other in _iter_command_schemas() if key in _iter_setting_names(other)
     ]
-    hint = f"; {', '.join(scripts)} have it" if scripts else _format_close_names(key, names)
+    meant = _find_meant_names(key, names)
+    if meant and not ("." in key and scripts):
+        hint = "; type " + " or ".join(f"{name}={value or 'VALUE'}" for name in meant)
+    elif scripts:
+        others = f" and {len(scripts) - MOST_SCRIPTS} more" if scripts[MOST_SCRIPTS:] else ""
+        hint = f"; {', '.join(scripts[:MOST_SCRIPTS])}{others} have it"
+    else:
+        hint = _format_close_names(key, names)
     raise InputError(f"{key}: this command has no such setting{hint}")
+
+
+def check_typed_form(schema: type[Any], word: str, following: str | None) -> None:
+    """Refuse a setting that is typed as an option or without `=`: `--target.path X`.
+
+    Args:
+        schema: dataclass of the command's settings.
+        word: word of the command line that is neither KEY=VALUE nor an option of Hydra.
+        following: word behind it; None at the end.
+
+    Raises:
+        InputError: the message says what to type. A word without dashes that names no setting
+            passes.
+    """
+    name, equals, value = word.lstrip("-").partition("=")
+    name, value = name.replace("-", "_"), value if equals else following or "VALUE"
+    names = {*_iter_setting_names(schema)}
+    wrong = f"{word}: settings are typed as KEY=VALUE, without dashes"
+    if meant := [name] if name in names else _find_meant_names(name, names):
+        raise InputError(f"{wrong}; type {' or '.join(f'{each}={value}' for each in meant)}")
+    if word.startswith("-"):
+        raise InputError(f"{wrong}{_format_close_names(name, names)}")
+
+
+def _find_meant_names(key: str, names: set[str]) -> list[str]:
+    """Find the settings that other toolkits name so, or else those whose last part is the same."""
+    last = key.rpartition(".")[2].replace("-", "_").lower()
+    if (other := OTHER_NAMES.get(last)) in names:
+        return [str(other)]
+    return sorted(name for name in names if name.rpartition(".")[2] == last)
 
 
 def _iter_setting_names(schema: type[Any], section: str = "") -> Iterator[str]:
@@ -264,6 +353,6 @@ def _iter_command_schemas() -> Iterator[tuple[str, type[Any]]]:
 
 def _format_close_names(name: str, names: set[str]) -> str:
     parts = {known.rpartition(".")[2]: known for known in sorted(names)}
-    near = get_close_matches(name, names, cutoff=0.7)
+    near = _find_meant_names(name, names) + get_close_matches(name, names, cutoff=0.7)
     near += [parts[part] for part in get_close_matches(name.rpartition(".")[2], parts)]
     return f": near are {', '.join(dict.fromkeys(near))}" if near else ", see --help"

@@ -277,7 +277,10 @@ class MtpHead(MtpNetwork):
         label = f"head.path={path}"
         tensors = checkpoint.load_mtp_tensors(folder, settings, label)
         if not tensors:
-            raise InputError(f"{label}: the model has no MTP layers; name a draft head")
+            raise InputError(
+                f"{label}: a whole model without MTP layers; give it as "
+                "target.path, and name a draft head"
+            )
         config = AutoConfig.from_pretrained(folder).get_text_config()
         family = str(checkpoint.find_family(settings))
         sparse = any(".experts." in name for name in tensors)

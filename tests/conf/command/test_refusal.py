@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 
 from conf import errors as terminal
 from conf.command import entry as refusal
+from conf.command import help_pages
 from conf.errors import InputError
 from tests.conf.command.test_entry import command
 
@@ -84,7 +85,8 @@ def test_settings_are_found(text: str, bold: list[str]) -> None:
         ),
         (
             "head=eagle9",
-            "head=eagle9: no such recipe; allowed: eagle3, eagle1, eagle3_1, hass (conf/head)",
+            "head=eagle9: no such recipe; allowed: eagle3, eagle1, eagle3_1, hass (conf/head); a "
+            "trained head is head.path=FOLDER",
         ),
         ("train.seed", "train.seed: not a setting; type KEY=VALUE, --help lists all of them"),
         (
@@ -109,6 +111,82 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
     with pytest.raises(HydraException) as refused:
         EAGLE.compose_settings([given])
     assert str(refusal.convert_hydra_error(refused.value, EAGLE.schema, EAGLE.recipes)) == message
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("train/medusa.py lr=1e-4", "lr: this command has no such setting; type train.learning"),
+        ("train/medusa.py train.lr=1e-4", "has no such setting; type train.learning_rate=1e-4"),
+        ("train/medusa.py +optimizer.lr=3", "has no such setting; type train.learning_rate=3"),
+        ("train/medusa.py batch_size=2", "has no such setting; type train.batch_size=2"),
+        ("train/medusa.py epochs=3", "has no such setting; type train.num_epochs=3"),
+        ("train/medusa.py max-seq-length=9", "has no such setting; type data.max_length=9"),
+        ("train/medusa.py output_dir=x", "has no such setting; type out_dir=x"),
+        ("train/medusa.py model=me/x", "has no such setting; type target.path=me/x"),
+        ("eval/speedup.py max_tokens=9", "has no such setting; type max_new_tokens=9"),
+        (
+            "train/medusa.py path=x",
+            "has no such setting; type data.path=x or head.path=x or target.path=x",
+        ),
+        (
+            "scripts/push.py target.path=x",
+            "target.path: this command has no such setting; train/dflash.py, train/dflash2.py, "
+            "train/dspark.py, train/eagle.py and 18 more have it",
+        ),
+        ("train/medusa.py target=me/x", "target=me/x: target is a section of settings; type targe"),
+        ("eval/acceptance.py head=a/b", "head=a/b: head is a section of settings; type head.path="),
+        ("train/medusa.py log=wandb", "log=wandb: log is a section of settings; try --help log"),
+        (
+            "train/medusa.py head=eagle3",
+            "head=eagle3: another command trains it; type train/eagle.py head=eagle3, or "
+            "head.path=FOLDER for a trained head",
+        ),
+        ("train/eagle.py head=dspark", "; type train/dspark.py head=dspark, or head.path=FOLDER"),
+        ("train/eagle.py head=medusa", "; type train/medusa.py, or head.path=FOLDER for a"),
+        (
+            "train/medusa.py seed=1 --target.path me/x",
+            "--target.path: settings are typed as KEY=VALUE, without dashes; type target.path=me/x",
+        ),
+        ("train/medusa.py --learning-rate=3", ", without dashes; type train.learning_rate=3"),
+        ("train/medusa.py --multirun --lr 1,2", ", without dashes; type train.learning_rate=1,2"),
+        ("train/medusa.py --seeds", ", without dashes: near are seed"),
+        (
+            "train/medusa.py train.lr 3",
+            "train.lr: settings are typed as KEY=VALUE, without dashes; ",
+        ),
+        ("train/medusa.py rows.jsonl", "rows.jsonl: not a setting; type KEY=VALUE, --help lists"),
+    ],
+)
+def test_what_was_meant_is_named(
+    typed: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", typed.split())
+    with pytest.raises(SystemExit, match=r"^2$"):
+        COMMANDS[typed.split(maxsplit=1)[0]].parse_command_line()
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert message in said
+
+
+def test_options_of_hydra_and_values_that_look_like_options_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for typed in ("--cfg job", "-m seed=1,2", "--package _global_ -c job", "log.project=--x"):
+        monkeypatch.setattr("sys.argv", ["train/medusa.py", *typed.split()])
+        EAGLE._check_typed_forms(typed.split())
+
+
+@pytest.mark.parametrize("other", sorted({*help_pages.OTHER_NAMES}))
+def test_names_of_other_toolkits_mean_settings_that_exist(other: str) -> None:
+    meant = help_pages.OTHER_NAMES[other]
+    schemas = [schema for _, schema in help_pages._iter_command_schemas()]
+    names = {name for schema in schemas for name in help_pages._iter_setting_names(schema)}
+    assert meant in names
+    assert other not in names or other in ("batch_size", "model")
 
 
 def test_a_value_of_another_kind_ends_a_command_with_one_line(tmp_path: Path) -> None:
