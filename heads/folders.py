@@ -21,7 +21,6 @@ from conf.errors import InputError
 from conf.files import find_local_path, retry_io, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
-from heads.mtp.families import FAMILIES, UNSUPPORTED_REASONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +36,8 @@ MODEL_NAMES = re.compile(r"(?!.*(?:Eagle|Medusa))\w+For(?:CausalLM|ConditionalGe
 """Architectures of whole models. EAGLE-1's heads have the name of their target's."""
 HEAD_NAMES = re.compile(r"Eagle|Medusa|DFlash|DSpark|MtpHead|Draft|Speculator")
 """Parts of the names that writers of heads give to their architectures."""
+MTP_NAMES = re.compile("mtp|nextn|next_n")
+"""Parts of names in configs and files of models with an MTP layer."""
 HEAD_KEYS = {"speculators_model_type", "medusa_num_heads"}
 FUSING = {"fc.weight", "model.fc.weight"}
 """Names of the matrix by which EAGLE heads read hidden states. No whole model has one."""
@@ -85,16 +86,16 @@ def _is_head(config: dict[str, Any], folder: Path | None) -> bool:
 def _is_whole_model(config: dict[str, Any], folder: Path) -> bool:
     """Tell whether a folder holds a model from which no head can be read.
 
-    Models of families with an MTP layer can hold a head.
+    A model with an MTP layer, which its config or its tensors name, holds a head.
     """
-    names = config.get("architectures") or ()
-    kind = (config.get("text_config") or config).get("model_type")
-    if {*names} & FAMILIES.keys() or kind in UNSUPPORTED_REASONS:
+    whole = any(map(MODEL_NAMES.fullmatch, config.get("architectures") or ()))
+    if not whole or (folder / PROVENANCE).is_file():
         return False
-    if (folder / PROVENANCE).is_file() or not any(map(MODEL_NAMES.fullmatch, names)):
+    names = _list_all_tensor_names(folder)
+    keys = {*config, *(config.get("text_config") or ())}
+    if any(MTP_NAMES.search(each) for each in keys | names):
         return False
-    tensors = _list_all_tensor_names(folder)
-    return any("embed" in each or "wte" in each for each in tensors) and not FUSING & tensors
+    return any("embed" in each or "wte" in each for each in names) and not FUSING & names
 
 
 def _list_all_tensor_names(folder: Path) -> set[str]:

@@ -211,8 +211,12 @@ def test_a_whole_model_is_no_head_and_a_head_no_model(
 
 
 def test_a_model_with_an_mtp_layer_is_a_target_and_a_head() -> None:
-    for architecture in ("Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"):
-        path = model_folder(architecture, architecture, "model.embed_tokens.weight")
+    embed = "model.embed_tokens.weight"
+    for path in (
+        model_folder("a", "Qwen3NextForCausalLM", embed, "mtp.fc.weight"),
+        model_folder("b", "DeepseekV3ForCausalLM", embed, num_nextn_predict_layers=1),
+        model_folder("c", "Qwen3_5ForCausalLM", embed, text_config={"mtp_num_hidden_layers": 1}),
+    ):
         check_target_files(TargetConfig(path))
         check_head_files(HeadRef(path), None)
 
