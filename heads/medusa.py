@@ -5,9 +5,8 @@ where it becomes unlikely, after which later heads do not run.
 
 Source: Medusa, arXiv 2401.10774, section 2.1; file layout of FasterDecoding/Medusa. Files for
 engines are made as their loaders read them: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
-`models/medusa/weight.py`; TGI 3.3 `layers/{medusa,speculative}.py`; FasterDecoding/Medusa
-`model/medusa_model.py`. Letters: B texts, N rows, K heads, D hidden, V vocabulary, W draft
-vocabulary.
+`models/medusa/weight.py`; FasterDecoding/Medusa `model/medusa_model.py`. Letters: B texts, N rows,
+K heads, D hidden, V vocabulary, W draft vocabulary.
 """
 
 import json
@@ -255,7 +254,7 @@ class MedusaHead(MedusaNetwork):
     def build_files(self) -> HeadFiles:
         """Build files with the original names, and the keys of all engines.
 
-        The keys are those of the authors, of TGI and of vLLM's `MedusaConfig`. The names are
+        The keys are those of the authors and of vLLM's `MedusaConfig`. The names are
         `{k}.{layer}.linear.{weight,bias}` and `{k}.{num_layers}.weight`.
         """
         tensors = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
@@ -287,7 +286,8 @@ class MedusaHead(MedusaNetwork):
         command = format_serve_command(self, engine, folder)
         original = engine is ExportFormat.original
         hint = AUTHORS_HINT if original else ""
-        return ExportPlan(None, partial(build_engine_files, self, engine), command, hint)
+        files = partial(build_engine_files, self, engine)
+        return ExportPlan(None, files, command, hint, LAST_VERSIONS.get(engine, ""))
 
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
@@ -479,11 +479,13 @@ LAYOUTS = {
     # vLLM's own names, as older versions do not know the authors'.
     ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, vllm_names=True, architecture="MedusaModel"),
     ExportFormat.trtllm: MedusaLayout(),
-    # With `architectures` other than an MLP speculator, TGI loads no heads at all.
-    ExportFormat.tgi: MedusaLayout(),
     # The authors' loader makes all blocks of a head one module.
     ExportFormat.original: MedusaLayout(max_layers=1),
 }
+
+
+LAST_VERSIONS = {ExportFormat.vllm: "0.32", ExportFormat.trtllm: "1.1"}
+"""Last versions of engines that have Medusa."""
 
 
 def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
@@ -533,8 +535,6 @@ def format_serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str)
     num_heads, target = head.num_heads, head.target_name
     if engine is ExportFormat.vllm:
         return format_vllm_command("medusa", num_heads, target, folder)
-    if engine is ExportFormat.tgi:
-        return f"text-generation-launcher --model-id {folder} --speculate {num_heads}"
     if engine is ExportFormat.trtllm:
         return (
             f"python examples/medusa/convert_checkpoint.py --model_dir {target} "

@@ -471,9 +471,9 @@ def write_api(out: str, found: Record) -> None:
     Path(out, "api.json").write_text(json.dumps(found))
 
 
-ENGINES = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original", "llamacpp")
+ENGINES = ("vllm", "sglang", "trtllm", "speculators", "original", "llamacpp")
 EXPORTS = {
-    "medusa": "vllm trtllm tgi original", "eagle1": "vllm sglang original",
+    "medusa": "vllm trtllm original", "eagle1": "vllm sglang original",
     "eagle3": "vllm speculators llamacpp", "eagle3_1": "vllm sglang trtllm speculators",
     "peagle": "vllm speculators", "dflash": "vllm sglang speculators original llamacpp",
     "dflash2": "vllm sglang speculators original", "mtp": "vllm",
@@ -655,7 +655,7 @@ scripts/relay.py port=70000 folder={in}
 scripts/relay.py host=0.0.0.0 folder={in}
 scripts/export.py head.path={files}/train/medusa/head
 scripts/export.py head.path={files}/train/medusa/head format=sglang target.path={in}/target
-scripts/export.py head.path={files}/train/eagle3/head format=tgi target.path={in}/target
+scripts/export.py head.path={files}/train/eagle1/head format=trtllm target.path={in}/target
 scripts/export.py head.path={files}/train/medusa/head format=vllm out_dir={in}/target
 scripts/export.py head.path={files}/train/medusa/head format=vllm tokenizer_gguf=x.gguf
 scripts/export.py head.path={files}/train/medusa/head format=onnx
@@ -880,7 +880,7 @@ def carry(checkout: Checkout) -> None:
             for name, path in {
                 **{name: f"train/{name}/head" for name in HEADS},
                 "vllm": "export/eagle3-vllm", "gguf": "export/eagle3-llamacpp",
-                "speculators": "export/dspark-speculators", "tgi": "export/medusa-tgi",
+                "speculators": "export/dspark-speculators", "trtllm": "export/medusa-trtllm",
                 "pruned": "export/prune/64/head",
             }.items()
         }

@@ -14,8 +14,6 @@ class ExportFormat(Enum):
     sglang = "sglang"
     trtllm = "trtllm"
     """TensorRT-LLM."""
-    tgi = "tgi"
-    """Text Generation Inference."""
     speculators = "speculators"
     """vllm-project/speculators. vLLM opens the folder without further settings."""
     original = "original"

@@ -20,7 +20,7 @@ from conf.errors import InputError
 from eval.parity import readers
 from eval.parity.export_files import Export, ReferenceLogits, load_export, load_reference_logits
 
-FORMATS = ("vllm", "sglang", "trtllm", "tgi", "speculators", "original", "llamacpp")
+FORMATS = ("vllm", "sglang", "trtllm", "speculators", "original", "llamacpp")
 TOLERANCE = 1e-4
 """Allowed difference as a share of the largest logit. Both sides sum in different order: trained
 heads differ by 1e-6 of it, random weights by 4e-5 at most; rounding a single tensor to bfloat16

@@ -9,7 +9,7 @@ the head from the exported files and compare. All arithmetic is float32 on the C
 dtype of the head.
 
 Sources of the start commands: vLLM 0.32 `config/speculative.py`; SGLang `server_args.py`;
-TensorRT-LLM 1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1; TGI 3.3 launcher;
+TensorRT-LLM 1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1;
 SafeAILab/EAGLE and FasterDecoding/Medusa.
 
 Letters: S rows, D depths (of Medusa: its heads), L target layers, F target hidden, H hidden, V
@@ -33,13 +33,13 @@ from heads.export.gguf import build_vocab_metadata, target_hint, write_gguf
 from heads.folders import PROVENANCE, write_folder
 from heads.target_model.architecture import find_max_positions
 from heads.target_model.decoder import extract_hidden_state
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 
 ENGINE_NAMES = {
     ExportFormat.vllm: "vLLM",
     ExportFormat.sglang: "SGLang",
     ExportFormat.trtllm: "TensorRT-LLM",
-    ExportFormat.tgi: "TGI",
     ExportFormat.speculators: "speculators",
     ExportFormat.original: "the authors' code",
     ExportFormat.llamacpp: "llama.cpp",
@@ -48,7 +48,6 @@ LOADER_VERSIONS = {
     ExportFormat.vllm: "vLLM 0.32",
     ExportFormat.sglang: "SGLang of 2026 (for EAGLE-3.1, a version with `fc_norm`)",
     ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
-    ExportFormat.tgi: "TGI 3.3",
     ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
     ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
     ExportFormat.llamacpp: "llama.cpp b11434",
@@ -110,16 +109,16 @@ def format_version_limit(head: DraftHead, engine: ExportFormat) -> str:
     return f"{ENGINE_NAMES[engine]} loads {title} up to version {last}; newer versions have none."
 
 
-def list_serving_warnings(head: DraftHead) -> list[str]:
-    """List what the owner of an attached head should know of engines before training, a line each.
+def list_serving_warnings(head: DraftHead, target: EmbeddingsAndOutputHead) -> list[str]:
+    """List what the owner of a head should know of engines before training, a line each.
 
     The engine of a target in a GGUF file is llama.cpp. For other targets, only heads that llama.cpp
     loads have a line about it.
     """
     lines = [format_version_limit(head, engine) for engine in ExportFormat]
     problem = head.plan_export(ExportFormat.llamacpp).problem
-    if problem is None or split_gguf_path(head.target_name):
-        unserved = find_target_problem(head, ExportFormat.llamacpp)
+    if problem is None or split_gguf_path(target.name):
+        unserved = target_hint(target.config.model_type)
         if problem is not None and not unserved:
             served = SERVED_HEADS[ExportFormat.llamacpp]
             unserved = f"llama.cpp, which serves GGUF files, {problem}; {served}."

@@ -27,9 +27,7 @@ from heads.kinds import load_head
 from scripts.publish.model_card import ExportFacts
 
 # For these, too, only the root of a repository works; the others open local folders.
-TAKE_HUB_IDS = (
-    ExportFormat.vllm, ExportFormat.sglang, ExportFormat.tgi, ExportFormat.speculators
-)  # fmt: skip
+TAKE_HUB_IDS = (ExportFormat.vllm, ExportFormat.sglang, ExportFormat.speculators)
 WEIGHTS, GGUF = ".safetensors", ".gguf"
 TEXTS = (".md", ".yaml")
 PARITY = "parity/parity.safetensors"

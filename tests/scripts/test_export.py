@@ -128,6 +128,19 @@ def test_a_target_with_which_the_engine_would_crash_is_said_in_place_of_its_line
     assert "serve it with\n\nvllm serve" in capsys.readouterr().out
 
 
+def test_the_versions_that_have_medusa_are_named_beside_the_line(
+    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    for engine, name in (("vllm", "vLLM"), ("trtllm", "TensorRT-LLM"), ("original", "")):
+        out = tmp_path / engine
+        run(heads, "medusa", engine, out)
+        version = {"vllm": "0.32", "trtllm": "1.1"}.get(engine)
+        limit = f"{name} loads Medusa heads up to version {version}; newer versions have none."
+        said, text = capsys.readouterr().out, (out / "README.md").read_text()
+        assert (f"wrote {out}; serve it with ({limit})\n" in said) == bool(version)
+        assert (f"## Serve\n\n{limit}\n\n```\n" in text) == bool(version)
+
+
 def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> None:
     words = build_vocab_metadata(300) | {"tokenizer.ggml.pre": Value.from_content("smollm")}
     write_gguf(tmp_path / "target.gguf", words, {})
@@ -207,7 +220,7 @@ def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, 
     moved.symlink_to(heads / "target")
     dtype = ExportDtype.bfloat16
     target = TargetConfig(path=str(moved))
-    run(heads, "medusa", "tgi", tmp_path / "out", target=target, dtype=dtype)
+    run(heads, "medusa", "original", tmp_path / "out", target=target, dtype=dtype)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["base_model_name_or_path"] == str(moved)
     assert config["dtype"] == "bfloat16"
@@ -273,8 +286,8 @@ def test_an_impossible_cell_is_refused_before_the_target_is_loaded(
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     target = TargetConfig(path=str(tmp_path))
-    with pytest.raises(InputError, match="format=tgi: TGI loads no EAGLE-3 heads; allowed"):
-        run(heads, "eagle", "tgi", tmp_path / "out", target=target)
+    with pytest.raises(InputError, match="format=sglang: SGLang loads no Medusa heads; allowed"):
+        run(heads, "medusa", "sglang", tmp_path / "out", target=target)
     assert not (tmp_path / "out").exists()
 
 
@@ -301,8 +314,7 @@ def test_the_command_lists_the_formats(tmp_path: Path) -> None:
     refused = command("scripts/export.py", cwd=tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.strip() == (
-        "error: format is unset; allowed: vllm, sglang, trtllm, tgi, speculators, original, "
-        "llamacpp"
+        "error: format is unset; allowed: vllm, sglang, trtllm, speculators, original, llamacpp"
     )
     assert list(tmp_path.iterdir()) == []
 

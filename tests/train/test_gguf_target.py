@@ -81,7 +81,9 @@ def test_what_engines_do_not_serve_is_said_before_the_first_step(
     train(folder, "Q4_1.gguf", "train.max_steps=2", f"out_dir={tmp_path / 'run'}")
     before, _ = capsys.readouterr().out.split("\ntraining: ")
     assert (
-        "\nllama.cpp, which serves GGUF files, loads no Medusa heads; it serves heads of "
+        "\nvLLM loads Medusa heads up to version 0.32; newer versions have none.\n"
+        "TensorRT-LLM loads Medusa heads up to version 1.1; newer versions have none.\n"
+        "llama.cpp, which serves GGUF files, loads no Medusa heads; it serves heads of "
         "train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py and dspark.py.\n"
     ) in before
 

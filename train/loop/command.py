@@ -249,7 +249,7 @@ def _train_locked(
         where += ", compiled on first use" if compiled else ""
         lines_of_run = [*source.lines, *format_data_need(num_tokens)]
         lines_of_run += [*kernel_notice(accelerator.device), *lines]
-        lines_of_run += [*list_serving_warnings(objective.head), optimizer]
+        lines_of_run += [*list_serving_warnings(objective.head, source.target), optimizer]
         print_plan(config, source.target.name, lines_of_run, where, size, length)
     parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
     with source.open_states(objective.head.taps) as opened_source:

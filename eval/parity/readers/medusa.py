@@ -1,7 +1,7 @@
 """Reader of exported Medusa heads that computes their logits as their serving engine does.
 
 Sources, read November 2026: vLLM 0.32 `model_executor/models/medusa.py` and
-`transformers_utils/configs/medusa.py`; TGI `layers/medusa.py`; TensorRT-LLM
+`transformers_utils/configs/medusa.py`; TensorRT-LLM
 `models/medusa/weight.py`; FasterDecoding/Medusa `medusa/model/medusa_model.py`. Letters: S rows,
 K heads, D hidden, V vocabulary, R compared ids.
 """
@@ -17,7 +17,7 @@ from eval.parity.decoder import ServedHead, Shapes
 from eval.parity.engine_config import EngineConfig
 from eval.parity.export_files import Export, ReferenceLogits
 
-TITLES = {"vllm": "vLLM", "tgi": "TGI", "trtllm": "TensorRT-LLM", "original": "Medusa"}
+TITLES = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "original": "Medusa"}
 FORMATS = {"medusa": tuple(TITLES)}
 WEIGHTS = "medusa_lm_head.safetensors"
 # vLLM's own names for a block's linear layer and an output head.
@@ -84,8 +84,6 @@ class ServedMedusa(ServedHead):
                 f"{self.export.weights}: {self.title} only reads {WEIGHTS}; export again"
             )
         root.require_key("base_model_name_or_path", str, "finds no target")
-        if self.export.format == "tgi" and root.has_key("architectures"):
-            raise root.make_error("architectures", "none: with one it loads no Medusa heads")
 
     @property
     def report_lines(self) -> list[str]:

@@ -273,7 +273,7 @@ def test_layers_off_by_one_show_in_the_logits_too(good: Path, tmp_path: Path) ->
 
 LAYERS = [2, 4, 5]
 CELLS = {
-    "medusa": ("vllm", "trtllm", "tgi", "original"),
+    "medusa": ("vllm", "trtllm", "original"),
     "eagle1": ("vllm", "sglang", "original"),
     "eagle1 with a bias": ("sglang", "original"),
     "eagle3": ("vllm", "sglang", "trtllm", "speculators", "original"),
@@ -429,9 +429,7 @@ ENGINE_CONFIGS = {
     "the authors know no norm flag": ("original eagle3", put("fc_norm", True), "fc_norm is True"),
     "the authors' Medusa has one block": ("original medusa", put("medusa_num_layers", 2),
      "medusa_num_layers is 2"),
-    "TGI takes a config with architectures for another model": ("tgi medusa",
-     put("architectures", ["MedusaModel"]), "architectures"),
-    "TGI must find the target": ("tgi medusa", drop("base_model_name_or_path"),
+    "the authors' Medusa must find the target": ("original medusa", drop("base_model_name_or_path"),
      "base_model_name_or_path is absent"),
     "TensorRT-LLM must know the number of heads": ("trtllm medusa", drop("medusa_num_heads"),
      "medusa_num_heads is absent"),
@@ -549,7 +547,7 @@ def test_one_feature_as_wide_as_the_head_is_not_fused(exports: Path, tmp_path: P
 
 
 def test_medusa_heads_lie_in_the_file_that_is_opened(exports: Path, tmp_path: Path) -> None:
-    folder = copied(exports, tmp_path, "tgi medusa")
+    folder = copied(exports, tmp_path, "trtllm medusa")
     next(folder.glob("*.safetensors")).rename(folder / "model.safetensors")
     with pytest.raises(InputError, match=r"only reads medusa_lm_head\.safetensors"):
         check_parity(folder)

@@ -70,7 +70,6 @@ TENSORS = {
     ("trtllm", "medusa"): AUTHORS_MEDUSA,
     ("trtllm", "eagle3"): EAGLE3 | {"d2t": "int32 [24]"},
     ("trtllm", "eagle3.1"): EAGLE3 | {"d2t": "int32 [24]"} | FC_NORM,
-    ("tgi", "medusa"): AUTHORS_MEDUSA,
     ("speculators", "eagle3"): named("layers.0.", LAYER3) | OUTER3 | VOCAB,
     ("speculators", "eagle3.1"): named("layers.0.", LAYER3) | OUTER3 | VOCAB | FC_NORM,
     ("original", "medusa"): AUTHORS_MEDUSA,
@@ -168,8 +167,6 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
     ("trtllm", "medusa"): MEDUSA_KEYS,
     ("trtllm", "eagle3"): eagle_keys("LlamaForCausalLM", [1, 3, 4]),
     ("trtllm", "eagle3.1"): eagle_keys("LlamaForCausalLM", [1, 3, 4], **EAGLE31),
-    # TGI drops the heads of a config with `architectures`.
-    ("tgi", "medusa"): MEDUSA_KEYS,
     ("speculators", "eagle3"): speculators_keys(),
     ("speculators", "eagle3.1"): speculators_keys(**EAGLE31),
     ("original", "medusa"): MEDUSA_KEYS,

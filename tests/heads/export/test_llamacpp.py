@@ -232,7 +232,7 @@ def test_the_vocabulary_of_a_target_is_copied_but_for_the_mask(
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("medusa", {}, "loads no Medusa heads; allowed for this head: vllm, trtllm, tgi, original; it "
+    ("medusa", {}, "loads no Medusa heads; allowed for this head: vllm, trtllm, original; it "
      "serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "),
     ("eagle1", {}, "loads no EAGLE-1/2 heads; .*; it serves heads of .*head=eagle3"),
     ("peagle", {}, "loads no P-EAGLE heads; .*; it serves heads of .*head=eagle3"),
@@ -401,13 +401,13 @@ def test_the_page_lists_every_type(types: tuple[str, ...]) -> None:
 
 def test_what_engines_do_not_serve_is_known_before_training() -> None:
     qwen2, qwen3 = toy_target("qwen2"), toy_target("qwen3")
-    assert list_serving_warnings(eagle(qwen2)) == [QWEN2]
-    assert list_serving_warnings(eagle(qwen3)) == []
+    assert list_serving_warnings(eagle(qwen2), qwen2) == [QWEN2]
+    assert list_serving_warnings(eagle(qwen3), qwen3) == []
     # Not for llama.cpp in any case, unless the target's own file is.
-    assert list_serving_warnings(eagle(qwen2, **EAGLE31)) == []
+    assert list_serving_warnings(eagle(qwen2, **EAGLE31), qwen2) == []
     qwen2.name = qwen3.name = "me/toy/toy.gguf"
-    assert list_serving_warnings(eagle(qwen2, **EAGLE31)) == [QWEN2]
-    (line,) = list_serving_warnings(eagle(qwen3, **EAGLE31))
+    assert list_serving_warnings(eagle(qwen2, **EAGLE31), qwen2) == [QWEN2]
+    (line,) = list_serving_warnings(eagle(qwen3, **EAGLE31), qwen3)
     assert re.fullmatch(
         r"llama.cpp, which serves GGUF files, has no place for .*fc_norm.*; it serves heads of "
         "train/eagle.py with head=eagle3, and of .*",
