@@ -5,7 +5,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from conf.errors import InputError
-from conf.files import find_local_path, load_json
+from conf.files import HUB_ID, find_local_path, load_json, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.export import (
     ExportFormat,
@@ -207,6 +207,14 @@ def check_push(config: PushRun) -> None:
         validate_repo_id(config.repo_id)
     except HFValidationError as error:
         raise InputError(f"{form}: {error}") from error
+    base = config.base_model
+    if base is not None:
+        repo_id = (split_gguf_path(base) or (base, ""))[0]
+        if repo_id.count("/") != 1 or not HUB_ID.fullmatch(repo_id):
+            raise InputError(
+                f"base_model={base}: must be the target's Hub id, owner/name; a local folder means "
+                "nothing to others"
+            )
     if config.dry_run and is_occupied(config.out_dir):
         raise InputError(
             f"out_dir={config.out_dir}: is not an empty folder; choose another folder or empty it"

@@ -38,6 +38,7 @@ from scripts.publish.model_card import (
     parse_hub_id,
 )
 from scripts.publish.staging import (
+    Renaming,
     check_export_of_head,
     link_file,
     load_export_folders,
@@ -67,10 +68,11 @@ def main(config: PushRun) -> None:
     for export in exports:
         check_export_of_head(head, export)
     provenance = load_json(folder / PROVENANCE) or {}
-    terms = check_source_terms(config, provenance, head.config.target)
+    target = name_public_target(config, provenance, head.config.target)
+    terms = check_source_terms(config, provenance, target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
         repos = {config.repo_id: Path(name) / "head"}
-        stage_head(folder, provenance, repos[config.repo_id])
+        stage_head(folder, provenance, repos[config.repo_id], Renaming(head.config.target, target))
         export_facts = []
         for export in exports:
             repo_id, place_in_repo = config.repo_id, export.format.value
@@ -78,7 +80,7 @@ def main(config: PushRun) -> None:
                 repo_id, place_in_repo = f"{config.repo_id}-{export.format.value}", ""
                 repos[repo_id] = Path(name) / export.format.value
             staged = repos[repo_id] / place_in_repo
-            stage_export(export, staged)
+            stage_export(export, staged, target)
             export_facts.append(verify_staged_export(export, staged, repo_id, place_in_repo))
         copied = describe_copied_weights(head.build_card_facts(provenance, None), export_facts)
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
@@ -92,7 +94,7 @@ def main(config: PushRun) -> None:
         places = [Path(config.measured)] if config.measured else [folder, folder.resolve().parent]
         pictures = [picture for file in PICTURES if (picture := find_first_file(places, file))]
         facts = replace(
-            collect_card_facts(config, head, folder, provenance, places),
+            collect_card_facts(config, head, folder, provenance, places, target),
             exports=export_facts, notices=notices, figures=[picture.name for picture in pictures],
         )  # fmt: skip
         for repo_id, staged in repos.items():
@@ -120,7 +122,27 @@ def main(config: PushRun) -> None:
             print("\n".join(upload_repositories(repos, config.private)))
 
 
-def check_source_terms(config: PushRun, provenance: dict[str, Any], target: str) -> list[Terms]:
+def name_public_target(config: PushRun, provenance: dict[str, Any], target: str) -> str | None:
+    """Name the target as others know it: its Hub id; None for the embedded default.
+
+    Raises:
+        InputError: the target is a local folder, and `base_model` is unset.
+    """
+    if config.base_model is not None:
+        return config.base_model
+    if is_embedded(_target_settings(provenance).get("path") or ""):
+        return None
+    if not is_hub_id(target):
+        raise InputError(
+            f"base_model is unset, but this head's target is {target}, which others cannot find; "
+            "type base_model=owner/name, the target's id on the Hub"
+        )
+    return target
+
+
+def check_source_terms(
+    config: PushRun, provenance: dict[str, Any], target: str | None
+) -> list[Terms]:
     """Ask the Hub for the terms of the head's sources, and print its answers.
 
     Raises:
@@ -128,8 +150,9 @@ def check_source_terms(config: PushRun, provenance: dict[str, Any], target: str)
     """
     adapter = _target_settings(provenance).get("adapter")
     terms = []
-    for name in filter(None, (_target_name(provenance, target), adapter)):
-        asked = fetch_terms(parse_hub_id(name)) if is_hub_id(name) else "not a Hub id"
+    for name in filter(None, (target, adapter)):
+        on_hub = name == target or is_hub_id(name)
+        asked = fetch_terms(parse_hub_id(name)) if on_hub else "not a Hub id"
         if isinstance(asked, str):
             print(
                 f"{name}: {asked}. Its licence and terms are unknown here; check them before you "
@@ -150,7 +173,7 @@ def check_source_terms(config: PushRun, provenance: dict[str, Any], target: str)
     return terms
 
 
-def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
+def stage_head(folder: Path, provenance: dict[str, Any], staged: Path, renaming: Renaming) -> None:
     """Fill `staged` with the head's own files."""
     staged.mkdir()
     if not provenance:
@@ -161,9 +184,10 @@ def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
         if not own or not path.is_file() or path.name.startswith((".", *NOT_WEIGHTS)):
             left_out.append(path.name)
         elif path.name == PROVENANCE:
-            write_json(staged / PROVENANCE, scrub_provenance(provenance))
+            write_json(staged / PROVENANCE, scrub_provenance(renaming.rename_values(provenance)))
         elif path.name in OWN_JSON:
-            write_json(staged / path.name, scrub_private_data(load_json(path)))
+            content = renaming.rename_values(load_json(path))
+            write_json(staged / path.name, scrub_private_data(content))
         else:
             link_file(path, staged / path.name)
     if left_out:
@@ -171,7 +195,12 @@ def stage_head(folder: Path, provenance: dict[str, Any], staged: Path) -> None:
 
 
 def collect_card_facts(
-    config: PushRun, head: DraftHead, folder: Path, provenance: dict[str, Any], places: list[Path]
+    config: PushRun,
+    head: DraftHead,
+    folder: Path,
+    provenance: dict[str, Any],
+    places: list[Path],
+    target: str | None,
 ) -> CardFacts:
     """Collect the facts of the head itself for its card.
 
@@ -181,13 +210,14 @@ def collect_card_facts(
         folder: folder of the head.
         provenance: training record of the head.
         places: folders with measurements; the first that has a file is used.
+        target: public name of the target.
     """
     most = head.max_draft_tokens
     acceptance = scrub_private_data(load_measurement(places, "acceptance", folder, most))
     return CardFacts(
         repo_id=config.repo_id,
         head=head.build_card_facts(provenance, acceptance),
-        target=_target_name(provenance, head.config.target),
+        target=target,
         provenance=scrub_provenance(provenance),
         license=config.license.lower() if config.license else None,
         acceptance=acceptance,
@@ -201,13 +231,6 @@ def collect_card_facts(
 
 def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:
     return (provenance.get("config") or {}).get("target") or {}
-
-
-def _target_name(provenance: dict[str, Any], target: str) -> str | None:
-    """Return the public name of the target; None for the embedded default."""
-    if is_embedded(_target_settings(provenance).get("path") or ""):
-        return None
-    return target if is_hub_id(target) else Path(target).name
 
 
 def load_measurement(

@@ -63,6 +63,9 @@ class PushRun:
     head: HeadRef = field(default_factory=HeadRef)
     repo_id: str = "???"
     """`user/name` on the Hub."""
+    base_model: str | None = None
+    """Hub id of the target, `owner/name`, or a GGUF file in such a repository, if the head was
+    trained for a local folder. The card and the files name this model in its place."""
     exports: list[str] = field(default_factory=list)
     """Folders that `scripts/export.py` wrote for this head, to push with it."""
     layout: HubLayout = HubLayout.one

@@ -69,7 +69,7 @@ class CardFacts:
     repo_id: str
     head: HeadFacts
     target: str | None
-    """Hub id or name of the target; None for the embedded default."""
+    """Hub id of the target, perhaps of its GGUF file there; None for the embedded default."""
     provenance: dict[str, Any]
     """Contents of `headsmith.json`."""
     license: str | None = None
@@ -124,13 +124,12 @@ def build_model_card(facts: CardFacts) -> ModelCard:
 
 def _build_metadata(facts: CardFacts) -> ModelCardData:
     data_path = str(facts.provenance.get("data", {}).get("path") or "")
-    on_hub = facts.target is not None and is_hub_id(facts.target)
     return ModelCardData(
         # The Hub refuses a base_model that is not an id, and treats every unnamed relation as a
         # finetune. It knows adapter, finetune, merge and quantized; an adapter adds to a base model
         # without changing it. No pipeline_tag: a head by itself generates nothing.
-        base_model=parse_hub_id(str(facts.target)) if on_hub else None,
-        base_model_relation="adapter" if on_hub else None,
+        base_model=parse_hub_id(facts.target) if facts.target else None,
+        base_model_relation="adapter" if facts.target else None,
         datasets=[data_path] if is_hub_id(data_path) else None,
         library_name="headsmith",
         license=facts.license,
@@ -166,8 +165,8 @@ def _build_eval_results(acceptance: dict[str, Any]) -> list[EvalResult]:
 
 def _format_introduction(facts: CardFacts) -> str:
     head = facts.head
-    target = f"`{facts.target}`" if facts.target else "Headsmith's embedded default target"
-    if facts.target and is_hub_id(facts.target):
+    target = "Headsmith's embedded default target"
+    if facts.target:
         target = f"[{facts.target}](https://huggingface.co/{parse_hub_id(facts.target)})"
     paper = f" ([arXiv {head.paper}](https://arxiv.org/abs/{head.paper}))" if head.paper else ""
     trained = "on a frozen target. The head works with this target only."

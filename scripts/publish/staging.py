@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from conf.command.run_record import to_json
 from conf.errors import InputError
-from conf.files import load_json
+from conf.files import load_json, split_gguf_path
 from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
@@ -38,6 +38,8 @@ TARGET_WEIGHTS = {
     "token_embeddings": "some rows of its token embedding",
     "output_head": "rows of its output head",
 }
+TARGET_KEYS = ("target", "path", "name", "base_model_name_or_path", "name_or_path")
+"""Keys under which files of a head, an export or a record name the target."""
 LOCAL_PATH = re.compile(
     r"""(?:(?:file:/*|(?<![\w./:-])~?)/|(?<!\w)[A-Za-z]:[/\\])   # where an absolute path starts
         (?:[^\s,;:'"\[\](){}=/\\]+[/\\]+)*                      # its folders
@@ -55,6 +57,56 @@ class ExportFolder:
     folder: Path
     format: ExportFormat
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """The target's local path, and the name by which others find the target.
+
+    Attributes:
+        local: name of the target in the files of a head or an export.
+        public: Hub id of the target, or of a GGUF file there; None leaves `local`.
+    """
+
+    local: str
+    public: str | None
+
+    @property
+    def _is_needed(self) -> bool:
+        # The id of a repository does not name a file in it.
+        is_file = self.public is not None and split_gguf_path(self.public) is not None
+        return self.public not in (None, self.local) and is_file == self.local.endswith(GGUF)
+
+    def rename_values(self, value: Any) -> Any:
+        """Rename the target where a JSON object names it."""
+        if isinstance(value, list):
+            return [self.rename_values(item) for item in value]
+        if not isinstance(value, dict) or not self._is_needed:
+            return value
+        return {
+            key: self.public
+            if key in TARGET_KEYS and item == self.local
+            else self.rename_values(item)
+            for key, item in value.items()
+        }
+
+    def rename_in_text(self, text: str) -> str:
+        """Rename the target in a text and its commands; llama.cpp's download the target first."""
+        if not self._is_needed:
+            return text
+        place = PurePosixPath(self.local).name
+        name = rf"(?<![\w./-]){re.escape(self.local)}(?![\w/-]|\.\w)"
+
+        def rename(match: re.Match[str]) -> str:
+            parts = split_gguf_path(str(self.public))
+            if match[1] == "-m " and parts is not None:
+                return f"-hf {parts[0]} -hff {parts[1]}"
+            if match[1] and match[1] != "-m ":
+                download = f"hf download {self.public} --local-dir {place}"
+                return f"{download}\n{match[1]}{place}"
+            return f"{match[1] or ''}{self.public}"
+
+        return re.sub(rf"(-m |python llama\.cpp/convert_hf_to_gguf\.py )?{name}", rename, text)
 
 
 def load_export_folders(folders: list[str]) -> list[ExportFolder]:
@@ -110,16 +162,20 @@ def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
             )
 
 
-def stage_export(export: ExportFolder, staged: Path) -> None:
-    """Fill `staged` with the publishable files of an export."""
+def stage_export(export: ExportFolder, staged: Path, target: str | None) -> None:
+    """Fill `staged` with the publishable files of an export, which name the target as others do."""
     staged.mkdir()
+    record = load_json(export.folder / PROVENANCE) or {}
+    renaming = Renaming(str(record["export"].get("target")), target)
     for path in sorted(export.folder.iterdir()):
         if path.name == PROVENANCE:
-            write_json(staged / PROVENANCE, scrub_provenance(load_json(path) or {}))
+            write_json(staged / PROVENANCE, scrub_provenance(renaming.rename_values(record)))
         elif path.suffix == ".json":
-            write_json(staged / path.name, scrub_private_data(load_json(path)))
+            content = renaming.rename_values(load_json(path))
+            write_json(staged / path.name, scrub_private_data(content))
         elif path.suffix in TEXTS:
-            (staged / path.name).write_text(scrub_private_data(path.read_text("utf-8")), "utf-8")
+            text = renaming.rename_in_text(path.read_text("utf-8"))
+            (staged / path.name).write_text(scrub_private_data(text), "utf-8")
         elif path.suffix in (WEIGHTS, GGUF):
             link_file(path, staged / path.name)
     if (export.folder / PARITY).is_file():

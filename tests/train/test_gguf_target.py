@@ -95,12 +95,12 @@ def test_a_head_says_which_weights_it_was_trained_on(run_dir: Path, folder: Path
     assert len(provenance["target_identity"]["weights"]) == 64
     start(
         "scripts/push.py", push.main, f"head.path={run_dir / 'head'}", "repo_id=me/head",
-        "dry_run=true", f"out_dir={run_dir / 'staged'}",
+        "base_model=me/model", "dry_run=true", f"out_dir={run_dir / 'staged'}",
     )  # fmt: skip
     card = (run_dir / "staged" / "README.md").read_text()
-    assert "speculative decoding of `Q4_1.gguf`" in card
+    assert "speculative decoding of [me/model](https://huggingface.co/me/model): " in card
     assert "the weights in `Q4_1.gguf`, of type Q4_1, which llama.cpp serves" in card
-    assert "base_model:" not in card
+    assert "base_model: me/model\n" in card
     assert str(folder) not in card
 
 

@@ -15,7 +15,7 @@ from heads.export.writer import format_readme
 from heads.kinds import load_head
 from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
-from scripts.publish.staging import scrub_private_data
+from scripts.publish.staging import Renaming, scrub_private_data
 from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer
 
@@ -275,17 +275,58 @@ def test_card_of_a_head_that_belongs_to_an_adapter(run_dir: Path, tmp_path: Path
 
 def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path) -> None:
     make_head(run_dir / "head", target="/home/ann/models/tiny-chat")
-    staged = dry(run_dir, tmp_path)
+    with pytest.raises(
+        InputError,
+        match=r"^base_model is unset, but this head's target is /home/ann/models/tiny-chat, which "
+        r"others cannot find; type base_model=owner/name, the target's id on the Hub$",
+    ):
+        dry(run_dir, tmp_path)
+    staged = dry(run_dir, tmp_path, base_model="me/tiny-chat")
     for path in staged.iterdir():
         assert b"ann" not in path.read_bytes(), path.name
         assert b"diary" not in path.read_bytes(), path.name
     published = json.loads((staged / "headsmith.json").read_text())
     assert published["argv"] == ["medusa.py", "data.path=chats.jsonl"]
     assert published["config"]["train"]["resume"] == "last"
-    assert (
-        json.loads((staged / "config.json").read_text())["base_model_name_or_path"] == "tiny-chat"
+    config = json.loads((staged / "config.json").read_text())
+    assert config["base_model_name_or_path"] == "me/tiny-chat"
+    card = (staged / "README.md").read_text()
+    assert "\nbase_model: me/tiny-chat\n" in card
+    assert "decoding of [me/tiny-chat](https://huggingface.co/me/tiny-chat): " in card
+    assert "\nvllm serve me/tiny-chat --spec" in card
+    assert " target.path=me/tiny-chat " in card
+
+
+@pytest.mark.parametrize("base", ["tiny-chat", "models/8B/chat", "/home/ann/tiny-chat", "~/a"])
+def test_a_base_model_is_an_id_on_the_hub(run_dir: Path, tmp_path: Path, base: str) -> None:
+    with pytest.raises(InputError, match=rf"^base_model={base}: must be the target's Hub id, own"):
+        dry(run_dir, tmp_path, base_model=base)
+
+
+COMMANDS = """python llama.cpp/convert_hf_to_gguf.py /x/qm --outtype auto --outfile qm.gguf
+llama-server -m qm.gguf -md DIR/eagle3-qm-F32.gguf
+vllm serve /x/qm --speculative-config '{"model": "/x/qm/head"}'
+"""
+RENAMED = """hf download me/chat --local-dir qm
+python llama.cpp/convert_hf_to_gguf.py qm --outtype auto --outfile qm.gguf
+llama-server -m qm.gguf -md DIR/eagle3-qm-F32.gguf
+vllm serve me/chat --speculative-config '{"model": "/x/qm/head"}'
+"""
+
+
+def test_commands_and_files_name_the_target_as_others_know_it() -> None:
+    assert Renaming("/x/qm", "me/chat").rename_in_text(COMMANDS) == RENAMED
+    assert Renaming("/x/qm", None).rename_in_text(COMMANDS) == COMMANDS
+    # A folder may have the name of a type of models.
+    files = {"model_type": "llama", "target": "llama", "of": [{"name_or_path": "llama"}]}
+    named = {"model_type": "llama", "target": "me/chat", "of": [{"name_or_path": "me/chat"}]}
+    assert Renaming("llama", "me/chat").rename_values(files) == named
+    assert Renaming("llama", "me/chat").rename_in_text("llama-server, llama.cpp: llama") == (
+        "llama-server, llama.cpp: me/chat"
     )
-    assert "base_model:" not in (staged / "README.md").read_text()
+    file = Renaming("/x/Q4.gguf", "me/chat-GGUF/Q4.gguf")
+    assert file.rename_in_text("-m /x/Q4.gguf -md") == "-hf me/chat-GGUF -hff Q4.gguf -md"
+    assert Renaming("/x/Q4.gguf", "me/chat").rename_in_text("-m /x/Q4.gguf") == "-m /x/Q4.gguf"
 
 
 @pytest.mark.parametrize(

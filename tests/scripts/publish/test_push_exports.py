@@ -72,10 +72,11 @@ def run_dir(target: Target, tmp_path: Path) -> Path:
 def pushed(run: Path, **changes: Any) -> None:
     settings: dict[str, Any] = {
         "repo_id": REPO,
+        "base_model": "me/llama",
         "exports": [str(run / "vllm"), str(run / "sglang")],
         **changes,
     }
-    push.main(PushRun(head=HeadRef(path=str(run / "head")), **settings))
+    push.main(PushRun(**{"head": HeadRef(path=str(run / "head")), **settings}))
 
 
 def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -> None:
@@ -93,7 +94,7 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
         "| format | where | loaders read | parity |",
         "| vllm | `me/toy-eagle3/vllm` | vLLM 0.32 | max \\|difference\\| ",
         "hf download me/toy-eagle3 --include 'vllm/*' --local-dir toy-eagle3\n"
-        "vllm serve llama --speculative-config '"
+        "vllm serve me/llama --speculative-config '"
         '{"method": "eagle3", "model": "toy-eagle3/vllm", "num_speculative_tokens": ',
         "--speculative-draft-model-path toy-eagle3/sglang ",
         "draft vocabulary: 48 of 96 ids cover 91.20% of the learnt tokens",
@@ -184,7 +185,7 @@ def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(
     target: Target, hub: HubServer, run_dir: Path
 ) -> None:
     export(make_head(target), ExportFormat.llamacpp, run_dir / "gguf")
-    push.main(PushRun(head=HeadRef(path=str(run_dir / "gguf")), repo_id=REPO, exports=[]))
+    pushed(run_dir, head=HeadRef(path=str(run_dir / "gguf")), exports=[])
     assert set(hub.repos[REPO].files("main") or {}) == {
         ".gitattributes", "README.md", "headsmith.json", "eagle3-llama-F32.gguf",
     }  # fmt: skip
