@@ -468,6 +468,10 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
         print(f"stopped at step {outcome.step}; continue with train.resume=auto")  # noqa: T201
+        head = out_dir / loop.STOPPED
+        export = {"head.path": head, "format": "ENGINE", "out_dir": f"{out_dir}-stopped"}
+        typed_line = run_record.format_command("scripts/export.py", export)
+        print(f"the head so far lies in {head}; to export it:\n  {typed_line}")  # noqa: T201
 
 
 def format_vocab_check(source: TrainingSource, objective: Objective) -> list[str]:

@@ -8,6 +8,7 @@ Letters: B sequences, T tokens of one, K terms of a loss, L metrics, M micro bat
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +51,11 @@ from train.parallel import checkpoint, processes
 from train.parallel.optimizers import compute_learning_rate, state_keys
 from train.parallel.strategies import make_strategy
 
+STOPPED = "stopped/head"
+"""Head of a run that was stopped, below `out_dir`."""
+STDERR = 2
+MIN_LONG_MINUTES = 60
+"""Minutes from which a run's estimate says what to lower."""
 MIN_SKIP_LIMIT = 8
 MIN_TESTED_SEQUENCES = 8
 
@@ -189,6 +195,9 @@ class TrainingLoop:
         self._term_weights, self._rate = job.objective.term_weights, 0.0
         self._watch, self._started_tokens = Stopwatch(), 0
         self.waiting = WaitTimer()
+        # The first micro batch of a compiled objective compiles. On CUDA steps take seconds.
+        compiles = job.objective.compiled
+        self._timed_micro = int(compiles) if self.device.type == "cpu" else None
         path: Path | None = None
         if self.config.resume == "auto":
             path = checkpoint.find_latest_checkpoint(self.checkpoints, self.print_on_main)
@@ -281,6 +290,7 @@ class TrainingLoop:
             while self.step < config.num_steps:
                 if self.stopping:
                     self._save_checkpoint()
+                    self._save_head(STOPPED)
                     return Outcome(False, self.step, self.evaluation)
                 if self.step == self.round.last:
                     self.prefetcher.close()
@@ -297,13 +307,26 @@ class TrainingLoop:
                 if not last and self.step % config.eval_steps == 0:
                     self._run_evaluation()
         # The head is saved before its last evaluation, so a failure there loses nothing.
+        self._save_head("head")
+        self._run_evaluation()
+        return Outcome(True, self.step, self.evaluation)
+
+    def _save_head(self, place: str) -> None:
+        """Save the head, with averaged weights if they are kept, to a folder below `out_dir`."""
         with self.placement.open_averaged_weights():
             if self.rank == 0:
                 job = self.job
-                job.objective.head.save(job.out_dir / "head", job.provenance, job.head_documents)
+                job.objective.head.save(job.out_dir / place, job.provenance, job.head_documents)
         processes.wait_for_processes()
-        self._run_evaluation()
-        return Outcome(True, self.step, self.evaluation)
+
+    def format_stop(self) -> str:
+        """Format when a run that is asked to stop will do so."""
+        if self.step == self.config.num_steps:
+            return "all steps are done: stops after the last evaluation"
+        return (
+            f"stops after this step ({self.step + 1:,} of {self.config.num_steps:,}) and saves a "
+            "checkpoint; Ctrl-C after two seconds stops at once and loses the step"
+        )
 
     def _sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum a tensor over all processes."""
@@ -376,6 +399,7 @@ class TrainingLoop:
     ) -> Tensor:
         """Run forward and backward of each micro batch; return `LossSums.terms` [M, 2 + L, K]."""
         terms: list[Tensor] = []
+        watch = Stopwatch()
         for batch in prepared:
             with self.placement.open_micro_batch(len(terms) == num_micro - 1):
                 sums: LossSums = self.placement.objective(batch, scale)
@@ -383,6 +407,12 @@ class TrainingLoop:
                     self.placement.backward(sums.total)
             terms.append(sums.terms)
             del batch, sums  # frees their memory for the next batch
+            if self._timed_micro == len(terms) - 1:
+                self._timed_micro = None
+                num_left = num_micro * (self.config.num_steps - self.step)
+                for line in format_estimate(watch.seconds(), num_left):
+                    self.print_on_main(line)
+            watch = Stopwatch()
         return torch.stack(terms)
 
     def _reduce_figures(self, sums: Tensor, norm: Tensor, num_tokens: int) -> _StepResult:
@@ -520,6 +550,9 @@ def _stop_signals(run: TrainingLoop) -> Iterator[None]:
     asked_at: list[float] = []
 
     def ask(number: int, _frame: Any) -> None:
+        if run.rank == 0 and not run.stop_asked:
+            # The handler may interrupt a print, so it does not use Python's buffers.
+            os.write(STDERR, f"\n{run.format_stop()}\n".encode())
         run.stop_asked = True
         asked_at.append(time.monotonic())
         if number == signal.SIGINT and asked_at[-1] - asked_at[0] > 2:
@@ -532,6 +565,23 @@ def _stop_signals(run: TrainingLoop) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def format_estimate(seconds: float, num_left: int) -> list[str]:
+    """Format the time that a run takes by its first micro batch; nothing below a minute.
+
+    Args:
+        seconds: time of a micro batch.
+        num_left: micro batches of a process from here to the end.
+    """
+    minutes = seconds * num_left / 60
+    if minutes < 1:
+        return []
+    text = f"about {minutes:,.0f} minutes" if minutes < 100 else f"about {minutes / 60:,.0f} hours"
+    line = f"{text} to train, by the first micro batch: {num_left:,} of {seconds:.1f} s"
+    if minutes < MIN_LONG_MINUTES:
+        return [line]
+    return [f"{line}; lower train.num_epochs, train.max_steps, data.num_prompts or data.max_length"]
 
 
 class SkippedSequences:

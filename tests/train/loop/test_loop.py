@@ -196,7 +196,9 @@ def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
             assert weights(tmp_path / size)[name] == pytest.approx(expected, abs=1e-6)
 
 
-def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+def test_sigterm_saves_and_resuming_equals_never_having_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path / "straight", settings(), noise=0.3)
     objective = ToyObjective(0.3)
     prepare, prepared = objective.prepare_batch, []
@@ -212,11 +214,68 @@ def test_sigterm_saves_and_resuming_equals_never_having_stopped(tmp_path: Path) 
     stopped = fit(out_dir, settings(), objective=objective)
     assert (stopped.finished, stopped.step) == (False, 3)
     assert not (out_dir / "head").exists()
+    said = capfd.readouterr().err
+    assert said.count("\nstops after this step (3 of 6) and saves a checkpoint; Ctrl-C") == 1
+    so_far = load_file(out_dir / "stopped/head/head.safetensors")
+    saved = load_file(out_dir / "checkpoints/step-000003/head.safetensors")
+    assert {name: tensor.tolist() for name, tensor in so_far.items()} == {
+        name: tensor.tolist() for name, tensor in saved.items()
+    }
+    command.print_end(stopped, out_dir, None)
+    assert capfd.readouterr().out == (
+        "stopped at step 3; continue with train.resume=auto\n"
+        f"the head so far lies in {out_dir}/stopped/head; to export it:\n"
+        f"  python scripts/export.py head.path={out_dir}/stopped/head format=ENGINE "
+        f"out_dir={out_dir}-stopped\n"
+    )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     torch.manual_seed(12345)
     assert fit(out_dir, settings(resume="auto"), noise=0.3).finished
     assert weights(out_dir) == weights(tmp_path / "straight")
     assert [line["step"] for line in lines(out_dir) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("compiled", "micro"), [(False, 1), (True, 2)])
+def test_the_first_micro_batch_tells_the_hours(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: bool,
+    micro: int,
+) -> None:
+    """A compiled objective's first one compiles, so the second is timed. Each takes 30 s here."""
+    objective = ToyObjective()
+    prepare, asked = objective.prepare_batch, []
+
+    class Clock:
+        def __init__(self) -> None:
+            self.begun = len(asked)
+
+        def seconds(self) -> float:
+            return 30.0 * (len(asked) - self.begun)
+
+    def count(batch: Batch) -> Batch:
+        if len(asked) <= micro:  # the estimate comes before the next micro batch
+            assert ("hours" in capsys.readouterr().out) == (len(asked) == micro)
+        if len(asked) == micro:
+            os.kill(os.getpid(), signal.SIGTERM)
+        asked.append(batch)
+        return prepare(batch)
+
+    monkeypatch.setattr(loop, "Stopwatch", Clock)
+    objective.prepare_batch, objective.compiled = count, compiled
+    fit(tmp_path, settings(max_steps=4000, eval_steps=9999), objective=objective)
+
+
+def test_an_estimate_says_what_to_lower_if_it_is_long() -> None:
+    assert loop.format_estimate(28.5, 8000) == [
+        "about 63 hours to train, by the first micro batch: 8,000 of 28.5 s; lower "
+        "train.num_epochs, train.max_steps, data.num_prompts or data.max_length"
+    ]
+    assert loop.format_estimate(0.5, 1200) == [
+        "about 10 minutes to train, by the first micro batch: 1,200 of 0.5 s"
+    ]
+    assert loop.format_estimate(0.5, 100) == []
 
 
 def test_damaged_newest_checkpoint_still_gives_the_same_weights(
