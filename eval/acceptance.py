@@ -47,7 +47,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from conf.command.jsonl_store import JsonlStore
-from conf.command.run_record import collect_changed_settings, print_next_command, to_json
+from conf.command.run_record import collect_changed_settings, to_json
 from conf.errors import InputError
 from conf.files import write_atomically
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
@@ -55,7 +55,9 @@ from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode
 from eval.measure.acceptance_stats import (
     PromptSteps,
+    count_dialogues,
     format_interval,
+    format_shown_interval,
     print_acceptance_lengths,
     select_tree_figures,
     summarise_acceptance,
@@ -72,6 +74,7 @@ from eval.measure.prompts import Prompt, count_thinking_tokens
 from eval.measure.replay import compare_first_choices, rank_candidates, replay_drafter, replay_tree
 from eval.measure.results import export_results, format_conditions
 from eval.measure.target_answers import AnswerWithStates
+from eval.measure.verdict import judge_acceptance, print_verdict
 from eval.report.plots import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
 
@@ -80,8 +83,8 @@ def main(config: AcceptanceRun) -> None:
     """Measure a head, once or under each of several conditions."""
     if not config.conditions:
         with open_measurement(config, RESULT, may_use_engines=True) as measurement:
-            if measure_and_report(measurement, config):
-                print_speedup_command(config)
+            if result := measure_and_report(measurement, config):
+                print_conclusion(config, result)
         return
     fill_default_paths(config, prompts=True)
     results: dict[str, dict[str, Any]] = {}
@@ -104,13 +107,18 @@ def main(config: AcceptanceRun) -> None:
         files = write_conditions(config, results)
         plot_comparison(results, files[-1], "")
         console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
-        print_speedup_command(config)
+        print_conclusion(config, next(iter(results.values())))
 
 
-def print_speedup_command(config: AcceptanceRun) -> None:
-    """Name the command that measures the same drafts in seconds."""
+def print_conclusion(config: AcceptanceRun, result: Mapping[str, Any]) -> None:
+    """Print the verdict of a result (of the first condition), and the command that is next.
+
+    For a head that is worth it, the command measures the same drafts in seconds.
+    """
     same = collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
-    print_next_command("acceptance", same | {"out_dir": config.out_dir})
+    print_verdict(
+        "acceptance", judge_acceptance(result), config, same | {"out_dir": config.out_dir}
+    )
 
 
 def measure_and_report(measurement: Measurement, config: AcceptanceRun) -> dict[str, Any]:
@@ -235,10 +243,12 @@ def print_acceptance(result: dict[str, Any], console: Console) -> None:
     for column in ("category", "prompts", "tau chain", "95% interval", "tau tree", "alpha"):
         table.add_column(column, justify="left" if column == "category" else "right")
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
+    dialogues = count_dialogues(result["prompts"])
     for name, row in rows.items():
+        interval = format_shown_interval(row["ci95"], min(dialogues, row["num_prompts"]))
         in_tree = tree if name == "all" else tree["by_category"][name]
         table.add_row(
-            name, str(row["num_prompts"]), f"{row['tau']:.3f}", format_interval(row["ci95"]),
+            name, str(row["num_prompts"]), f"{row['tau']:.3f}", interval,
             f"{in_tree['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in row["alpha"]),
         )  # fmt: skip
     console.print(table)

@@ -37,6 +37,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from conf.command.jsonl_store import JsonlStore
+from conf.command.run_record import collect_changed_settings
 from conf.errors import InputError
 from data.servers.http_client import Endpoint
 from data.servers.serving_engines import DraftCounts, ServingEngine
@@ -44,6 +45,7 @@ from eval.compare.speedup_stats import build_concurrency_table
 from eval.measure.acceptance_stats import format_interval, print_acceptance_lengths
 from eval.measure.measurement import Measurement, open_jsonl_store, open_measurement, write_result
 from eval.measure.results import format_conditions
+from eval.measure.verdict import judge_serving, print_verdict
 from eval.report.plots import plot_concurrency
 from eval.serving.server_check import (
     CheckedText,
@@ -122,6 +124,11 @@ def main(config: ServeRun) -> None:
     if result["problems"]:
         print_notice(f"differs: {'; '.join(result['problems'])}")
         sys.exit(1)
+    dialogues = len({prompt.dialogue for prompt in measurement.prompts})
+    if (verdict := judge_serving(result, dialogues)) is not None:
+        head = collect_changed_settings(config, "head")
+        publish = {**head, "repo_id": "me/head", "dry_run": True} if head else None
+        print_verdict("serve", verdict, config, publish)
 
 
 def make_serving_engine(

@@ -31,12 +31,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conf.command.run_record import collect_changed_settings, print_next_command
+from conf.command.run_record import collect_changed_settings
 from eval.compare.methods import build_methods, choose_methods
 from eval.compare.speedup_stats import print_concurrency, summarise_batch_size, summarise_speedup
 from eval.compare.timing import measure_methods
 from eval.decode.cuda_graphs import compute_num_slots
-from eval.measure.acceptance_stats import format_interval
+from eval.measure.acceptance_stats import count_dialogues, format_shown_interval
 from eval.measure.measurement import (
     compute_weight_checksums,
     join_processes,
@@ -45,6 +45,7 @@ from eval.measure.measurement import (
     write_result,
 )
 from eval.measure.results import export_results, format_conditions
+from eval.measure.verdict import judge_speedup, print_verdict
 from eval.report.html_page import write_html_page
 from eval.report.plots import plot_concurrency, plot_speedup
 from heads.draft_head import DraftHead
@@ -55,7 +56,10 @@ MAX_NODES = 256  # of any tree
 
 def print_speedup(result: dict[str, Any], console: Console) -> None:
     """Print the figures as a table."""
-    table = Table(title=f"Speed-up over {result['baseline']} (medians)")
+    dialogues = count_dialogues(result["methods"][result["baseline"]]["prompts"])
+    table = Table(
+        title=f"Speed-up over the baseline, {result['baseline']} (medians, {dialogues} dialogues)"
+    )
     columns = ("method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency")
     for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
@@ -63,7 +67,7 @@ def print_speedup(result: dict[str, Any], console: Console) -> None:
         table.add_row(
             f"{name} (lossy)" if row["lossy"] else name, f"{row['tau']:.3f}",
             f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}",
-            format_interval(row["speedup_ci95"]),
+            format_shown_interval(row["speedup_ci95"], dialogues),
             "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
         )  # fmt: skip
     console.print(table)
@@ -126,22 +130,23 @@ def main(config: SpeedupRun) -> None:
     files = [path, path.with_suffix(".png"), path.with_suffix(".html")]
     files += export_results(written, path.parent)
     console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
-    if config.head.path is not None:
-        print_export_command(measurement.head.draft_head, config)
+    verdict = judge_speedup(result, [head.kind for head in measurement.heads])
+    if config.head.path is not None and verdict is not None:
+        onward = build_export_settings(measurement.head.draft_head, config)
+        print_verdict("speedup", verdict, config, onward)
 
 
-def print_export_command(head: DraftHead, config: SpeedupRun) -> None:
-    """Name the command that exports the measured head for the first engine that serves it."""
+def build_export_settings(head: DraftHead, config: SpeedupRun) -> dict[str, Any] | None:
+    """Build the settings that export a head for the first engine that serves it; None if none."""
     engine = next((each for each in ExportFormat if head.plan_export(each).problem is None), None)
     if engine is None:
-        return
+        return None
     path = Path(str(config.head.path))
     own = path.parent if path.name == "head" else Path("outputs") / path.name
-    print_next_command(
-        "speedup",
-        collect_changed_settings(config, "head", "target")
-        | {"format": engine.value, "out_dir": f"{own}-{engine.value}"},
-    )
+    return collect_changed_settings(config, "head", "target") | {
+        "format": engine.value,
+        "out_dir": f"{own}-{engine.value}",
+    }
 
 
 if __name__ == "__main__":

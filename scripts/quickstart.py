@@ -71,7 +71,7 @@ def run_stage(arguments: list[str]) -> None:
 def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
     """Build a table of the figures of both result files."""
     keys = ("tau", "tokens_per_s", "speedup")
-    title = f"Held-out prompts; speed-up over {speedup['baseline']}"
+    title = f"Held-out prompts; speed-up over the baseline, {speedup['baseline']}"
     table = Table("method", "tau", "tokens/s", "speed-up", title=title)
     for name, row in speedup["methods"].items():
         table.add_row(name, *(f"{row[key]:.2f}" for key in keys))

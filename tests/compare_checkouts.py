@@ -76,7 +76,7 @@ MASKED_TEXT = (
     (re.compile(r"\n{2,}"), "\n"),
     (re.compile(r"free: [\d.]+ GiB"), "free: MASKED"),
     # The faster of two baselines.
-    (re.compile(r"Speed-up over (vanilla|generate)\b"), "Speed-up over MASKED"),
+    (re.compile(r"over the baseline, (vanilla|generate)\b"), "over the baseline, MASKED"),
     # Lines of source files, as warnings and tracebacks name them.
     (re.compile(r"(\.py)(:|\", line )\d+"), r"\1\2N"),
     (re.compile(r"/tmp/[\w.-]+"), "<tmp>"),

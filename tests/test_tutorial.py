@@ -38,7 +38,13 @@ def typed(command: str) -> list[str]:
 
 
 def told(text: str) -> list[str]:
-    """The lines that name files or the next command, without figures."""
+    """The lines that name files or the next command, without figures.
+
+    A measurement's next command follows its figures, which fewer prompts change.
+    """
+    text = re.sub(
+        r"\nnext, (?:measure the sec|measure more|write the|let the)[^\n]*\n.*", "\n", text
+    )
     lines = text.replace(f"{ROOT}/", "").splitlines()
     lines = [re.sub(r"sha256 \w+|\d+(?:[.,]\d+)*", "#", each) for each in lines]
     return [each for each in lines if "outputs/" in each or each.startswith("next, ")]

@@ -247,10 +247,20 @@ NEXT_COMMANDS = {
     "export": NextCommand(
         "eval/serve.py", "once the server answers, check its drafts and measure it"
     ),
+    "acceptance again": NextCommand("eval/acceptance.py", "measure more prompts, 32 or more"),
+    "speedup again": NextCommand("eval/speedup.py", "measure more prompts, 32 or more"),
+    "serve again": NextCommand("eval/serve.py", "measure more prompts, 32 or more"),
+    "serve alone": NextCommand(
+        "eval/serve.py", "start the same server without drafts, and measure it beside this one"
+    ),
+    "serve": NextCommand("scripts/push.py", "look at what would be published under your name"),
+    "weak head": NextCommand(
+        "scripts/regenerate.py", "let the target answer more conversations to train on"
+    ),
     "dry run": NextCommand("scripts/push.py", "look at these files, then upload them"),
 }
 """Next command by the name of the one that has ended: `train` for all trainings, `dry run` for
-that of push."""
+that of push, and for what `eval/measure/verdict.py` concludes."""
 
 
 def print_next_command(ended: str, settings: Mapping[str, Any]) -> None:

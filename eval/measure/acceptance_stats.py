@@ -37,6 +37,8 @@ Item = TypeVar("Item")
 Ratio = tuple[int, int]
 Interval = tuple[float, float] | None
 NUM_BOOTSTRAPS = 1000
+FEWEST_DIALOGUES = 8
+"""Dialogues from which tables show an interval: drawn from fewer, it is narrower than the truth."""
 LENGTH_DEFINITIONS = {
     "passes": "tau: tokens per pass",
     "drafts": "1 + accepted / drafts, as vLLM",
@@ -345,6 +347,11 @@ def group_by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]
     return list(dialogues.values())
 
 
+def count_dialogues(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Count the dialogues of rows of a results file."""
+    return len({row["dialogue"] for row in rows})
+
+
 def compare_tau(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], seed: int
 ) -> tuple[float, Interval]:
@@ -389,6 +396,12 @@ def compute_percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, floa
         label: statistics.median(waits[int(share * (len(waits) - 1))] for waits in ordered)
         for label, share in (("p50", 0.5), ("p99", 0.99))
     }
+
+
+def format_shown_interval(bounds: Sequence[float] | None, num_dialogues: int) -> str:
+    """Format an interval for a table; `few` for fewer than `FEWEST_DIALOGUES` dialogues."""
+    few = bounds is not None and num_dialogues < FEWEST_DIALOGUES
+    return "few" if few else format_interval(bounds)
 
 
 def format_interval(bounds: Sequence[float] | None, digits: int = 2, between: str = "-") -> str:

@@ -91,7 +91,8 @@ def plot_speedup(result: dict[str, Any], path: Path) -> None:
     for axis in (speed, times, taus):
         axis.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.5, -0.5))
     speed.margins(x=0.15)
-    speed.set_xlabel(f"tokens per second, prompt included, and speed-up over {result['baseline']}")
+    baseline = f"the baseline, {result['baseline']}"
+    speed.set_xlabel(f"tokens per second, prompt included, and speed-up over {baseline}")
     times.set_xlabel("ms per verify pass")
     taus.set_xlabel("tau, tokens per verify pass (95% interval)")
     alphas.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))

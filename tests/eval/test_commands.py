@@ -9,6 +9,7 @@ import pytest
 import torch
 from toys import eagle_head, noisy_head, save_target
 
+from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import DynamicTreeConfig, HeadRef
@@ -92,10 +93,12 @@ def figures(result: dict, tree: str) -> list:
 
 def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path, capsys) -> None:
     replayed = measured(setting, tmp_path / "r", mode=Mode.replay)
-    script, following = pasted(capsys.readouterr().out)
-    assert (script, following.head.path) == ("eval/speedup.py", setting["head"])
-    assert (following.target.path, following.data.path) == (setting["target"], setting["data"])
-    assert (following.max_new_tokens, following.out_dir) == (24, str(tmp_path / "r"))
+    said = capsys.readouterr().out
+    assert "\nToo few prompts to judge this head: tau " in said
+    script, following = pasted(said)
+    assert (script, following.head.path) == ("eval/acceptance.py", setting["head"])
+    assert (following.target.path, following.data.path) == (setting["target"], PROMPTS_PLACEHOLDER)
+    assert (following.max_new_tokens, following.out_dir) == (24, str(tmp_path / "r-again"))
     decoded = measured(setting, tmp_path / "d", mode=Mode.decode)
     assert (replayed["mode"], decoded["mode"]) == ("replay", "decode")
     assert figures(replayed, "static_tree") == figures(decoded, "static_tree")
@@ -151,10 +154,17 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
     ]  # fmt: skip
     said = capsys.readouterr()
     assert "skip_layers is left out: it searches layers" in said.err
+    assert "\nToo few prompts to judge this head: medusa_" in said.out
     script, following = pasted(said.out)
-    assert (script, following.format.value) == ("scripts/export.py", "vllm")
+    assert (script, following.data.path) == ("eval/speedup.py", PROMPTS_PLACEHOLDER)
     assert (following.head.path, following.target.path) == (setting["head"], setting["target"])
-    assert following.out_dir == f"{Path(setting['head']).parent}-vllm"
+    export = speedup.build_export_settings(load_head(setting["head"]), SpeedupRun(**own))
+    assert export == {
+        "target.path": setting["target"],
+        "head.path": setting["head"],
+        "format": "vllm",
+        "out_dir": f"{Path(setting['head']).parent}-vllm",
+    }
     assert result["baselines"] == ["vanilla", "generate"]
     speeds = {name: result["methods"][name]["speedup"] for name in result["baselines"]}
     assert speeds[result["baseline"]] == max(speeds.values()) == 1.0

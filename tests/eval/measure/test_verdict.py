@@ -1,0 +1,234 @@
+"""Verdicts: for each outcome, figures, the sentence and the next command."""
+
+from typing import Any
+
+import pytest
+
+from conf.command.run_record import PROMPTS_PLACEHOLDER
+from conf.settings.data import RowsConfig
+from conf.settings.drafting import HeadRef
+from conf.settings.measure import AcceptanceRun, ServeRun, SpeedupRun
+from conf.settings.target import TargetConfig
+from eval.measure.verdict import (
+    NEXT,
+    Outcome,
+    judge_acceptance,
+    judge_serving,
+    judge_speedup,
+    print_verdict,
+)
+from tests.conf.command.test_following import pasted
+
+Bounds = tuple[float, float] | None
+
+
+def rows(number: int) -> list[dict[str, int]]:
+    """Two turns of each dialogue."""
+    return [{"dialogue": n // 2, "turn": 1 + n % 2} for n in range(2 * number)]
+
+
+def acceptance(number: int, tau: float, bounds: Bounds, tree: float = 1.0) -> dict[str, Any]:
+    in_tree = {"tau": tree, "tau_ci95": bounds}
+    return {"tau": tau, "tau_ci95": bounds, "prompts": rows(number), "static_tree": in_tree}
+
+
+def speedup(number: int, **methods: tuple[float, Bounds]) -> dict[str, Any]:
+    made = {
+        name: {"speedup": value, "speedup_ci95": bounds, "prompts": rows(number)}
+        for name, (value, bounds) in methods.items()
+    }
+    return {"methods": {"vanilla": {"speedup": 1.0, "speedup_ci95": None}} | made}
+
+
+def serving(*sizes: tuple[int, float | None, Bounds]) -> dict[str, Any]:
+    def of(value: float | None, bounds: Bounds) -> dict[str, Any]:
+        drafts = {"speedup": value, "speedup_ci95": bounds}
+        without = {} if value is None else {"without": {"speedup": 1.0, "speedup_ci95": None}}
+        baseline = None if value is None else "without"
+        return {"baseline": baseline, "methods": {"with drafts": drafts, **without}}
+
+    return {"concurrency": {str(size): of(*figures) for size, *figures in sizes}}
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "sentence"),
+    [
+        (
+            acceptance(4, 1.1, (1.1, 1.1)),
+            Outcome.too_few,
+            "Too few prompts to judge this head: tau 1.10 (chain, 4 dialogues).",
+        ),
+        (
+            acceptance(32, 1.14, (1.05, 1.22)),
+            Outcome.weak,
+            "This head is not worth serving yet: tau 1.14 (chain, 95% interval 1.05-1.22, 32 "
+            "dialogues), where n-grams and suffixes often reach 1.3 without training.",
+        ),
+        (
+            acceptance(8, 1.25, (1.1, 1.5)),
+            Outcome.unclear,
+            "The figures do not tell whether this head is worth it: tau 1.25 (chain, 95% interval "
+            "1.10-1.50, 8 dialogues), where n-grams and suffixes often reach 1.3 without training.",
+        ),
+        (
+            acceptance(32, 1.2, (1.5, 1.7), tree=1.6),
+            Outcome.worth,
+            "The target accepts enough drafts to measure seconds: tau 1.60 (tree, 95% interval "
+            "1.50-1.70, 32 dialogues) tokens per pass.",
+        ),
+    ],
+)
+def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence: str) -> None:
+    found = judge_acceptance(result)
+    assert (found.outcome, found.sentence) == (outcome, sentence)
+
+
+@pytest.mark.parametrize(
+    ("result", "outcome", "sentence"),
+    [
+        (
+            speedup(1, eagle_tree=(2.0, None), suffix=(3.0, None)),
+            Outcome.too_few,
+            "Too few prompts to judge this head: eagle_tree decodes at 2.00 of the baseline's "
+            "speed (1 dialogue).",
+        ),
+        (
+            speedup(
+                20, eagle_chain=(1.16, (1.1, 1.2)), ngram=(1.18, (1.1, 1.2)),
+                suffix=(1.26, (1.2, 1.3)), eagle_suffix=(1.53, (1.5, 1.6)),
+            ),
+            Outcome.beaten,
+            "This head is not worth serving: eagle_chain decodes at 1.16 of the baseline's speed "
+            "(95% interval 1.10-1.20, 20 dialogues), but suffix at 1.26 (95% interval 1.20-1.30, "
+            "20 dialogues) without any training.",
+        ),
+        (
+            speedup(20, eagle_tree=(0.83, (0.8, 0.9)), suffix=(0.9, (0.8, 1.0))),
+            Outcome.slower,
+            "This head is not worth serving: eagle_tree decodes at 0.83 of the baseline's speed "
+            "(95% interval 0.80-0.90, 20 dialogues).",
+        ),
+        (
+            speedup(20, eagle_tree=(1.1, (0.97, 1.2))),
+            Outcome.unclear,
+            "The figures do not tell whether this head pays: eagle_tree decodes at 1.10 of the "
+            "baseline's speed (95% interval 0.97-1.20, 20 dialogues).",
+        ),
+        (
+            speedup(20, eagle_chain=(1.2, (1.1, 1.3)), eagle_tree_2=(1.9, (1.8, 2.0))),
+            Outcome.worth,
+            "This head is worth serving: eagle_tree_2 decodes at 1.90 of the baseline's speed (95% "
+            "interval 1.80-2.00, 20 dialogues).",
+        ),
+    ],
+)  # fmt: skip
+def test_speedup_is_judged(result: dict[str, Any], outcome: Outcome, sentence: str) -> None:
+    found = judge_speedup(result, ["eagle"])
+    assert found is not None
+    assert (found.outcome, found.sentence) == (outcome, sentence)
+
+
+def test_nothing_is_judged_without_a_head_or_without_times() -> None:
+    assert judge_speedup(speedup(20, suffix=(2.0, (1.9, 2.1))), []) is None
+    assert judge_serving({"concurrency": {}}, 20) is None
+
+
+@pytest.mark.parametrize(
+    ("result", "number", "outcome", "sentence"),
+    [
+        (
+            serving((1, None, None)),
+            20,
+            Outcome.alone,
+            "No server without drafts was given, so nothing says whether drafts pay.",
+        ),
+        (
+            serving((1, 1.4, (1.4, 1.4))),
+            7,
+            Outcome.too_few,
+            "Too few prompts to judge this head: with 1 in flight the server answers at "
+            "1.40 of the baseline's speed (7 dialogues).",
+        ),
+        (
+            serving((1, 0.9, (0.8, 0.95)), (16, 0.7, (0.6, 0.8))),
+            20,
+            Outcome.slower,
+            "This head is not worth serving: with 1 in flight the server answers at 0.90 of "
+            "the baseline's speed (95% interval 0.80-0.95, 20 dialogues), and is no faster with 1, "
+            "16.",
+        ),
+        (
+            serving((1, 1.05, (0.9, 1.2))),
+            20,
+            Outcome.unclear,
+            "The figures do not tell whether this head pays: with 1 in flight the server "
+            "answers at 1.05 of the baseline's speed (95% interval 0.90-1.20, 20 dialogues).",
+        ),
+        (
+            serving((1, 1.4, (1.3, 1.5)), (16, 0.9, (0.8, 1.0))),
+            20,
+            Outcome.worth,
+            "This head is worth serving: with 1 in flight the server answers at 1.40 of the "
+            "baseline's speed (95% interval 1.30-1.50, 20 dialogues), and is no faster with 16.",
+        ),
+    ],
+)
+def test_serving_is_judged(
+    result: dict[str, Any], number: int, outcome: Outcome, sentence: str
+) -> None:
+    found = judge_serving(result, number)
+    assert found is not None
+    assert (found.outcome, found.sentence) == (outcome, sentence)
+
+
+TARGET, DATA = TargetConfig("me/model"), RowsConfig("mine.jsonl", num_prompts=4)
+RUNS = {
+    "acceptance": AcceptanceRun(TARGET, DATA, HeadRef("h"), out_dir="o"),
+    "speedup": SpeedupRun(TARGET, DATA, HeadRef("h"), out_dir="o"),
+    "serve": ServeRun(TARGET, DATA, HeadRef("h"), endpoint="http://a", out_dir="o"),
+}
+AGAIN = {
+    "acceptance": "eval/acceptance.py", "speedup": "eval/speedup.py", "serve": "eval/serve.py"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ended", RUNS)
+@pytest.mark.parametrize("outcome", Outcome)
+def test_the_next_command_fits_the_outcome(
+    ended: str, outcome: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if outcome is Outcome.alone and ended != "serve":
+        return
+    onward = {
+        "acceptance": {"head.path": "h"},
+        "speedup": {"head.path": "h", "format": "vllm"},
+        "serve": {"head.path": "h", "repo_id": "me/head", "dry_run": True},
+    }
+    verdict = judge_acceptance(acceptance(4, 1.1, None))
+    print_verdict(ended, type(verdict)(outcome, "So it is."), RUNS[ended], onward[ended])
+    said = capsys.readouterr().out
+    assert said.startswith("\nSo it is.\n\nnext, ")
+    script, run = pasted(said)
+    if outcome is Outcome.worth:
+        worth = {
+            "acceptance": "eval/speedup.py", "speedup": "scripts/export.py",
+            "serve": "scripts/push.py",
+        }  # fmt: skip
+        assert (script, run.head.path) == (worth[ended], "h")
+    elif NEXT[outcome] == "weak head":
+        assert script == "scripts/regenerate.py"
+        assert (run.target.path, run.data.path) == ("me/model", PROMPTS_PLACEHOLDER)
+    else:
+        assert (script, run.head.path, run.out_dir) == (AGAIN[ended], "h", "o-again")
+        alone = outcome is Outcome.alone
+        assert run.data.path == ("mine.jsonl" if alone else PROMPTS_PLACEHOLDER)
+        assert run.data.num_prompts == (4 if alone else None)
+        assert getattr(run, "baseline", None) == ("http://localhost:8001" if alone else None)
+
+
+def test_a_head_that_no_engine_serves_gets_a_verdict_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdict = judge_acceptance(acceptance(32, 2.0, (1.9, 2.1)))
+    print_verdict("speedup", verdict, RUNS["speedup"], None)
+    assert capsys.readouterr().out == f"\n{verdict.sentence}\n"
