@@ -501,8 +501,9 @@ def export(checkout: Checkout) -> None:
             )
     push = (
         "scripts/push.py head.path={files}/train/eagle3_1/head repo_id=me/toy license=apache-2.0 "
-        "base_model=me/target exports=[{files}/export/eagle3_1-vllm,{files}/export/eagle3_1-speculators] "
-        "dry_run=true out_dir={out} layout="
+        "base_model=me/target dry_run=true "
+        "exports=[{files}/export/eagle3_1-vllm,{files}/export/eagle3_1-speculators] "
+        "out_dir={out} layout="
     )
     made = [name for name in cells if (checkout.files(name) / "headsmith.json").exists()]
     checkout.run(

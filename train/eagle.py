@@ -8,7 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.clock import label_part
 from conf.command.entry import Command
 from conf.settings.eagle import EagleRun
 from eval.preflight_checks import check_training
@@ -27,6 +26,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from conf.command.clock import label_part
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, StepNormalizer, TokenNormalizer, UnrolledConfig
 from data.features.store_format import HIDDEN_STATES

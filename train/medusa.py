@@ -5,7 +5,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.clock import label_part
 from conf.command.entry import Command
 from conf.settings.medusa import MedusaRun
 from eval.preflight_checks import check_training
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from conf.command.clock import label_part
 from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
 from data.features.store_format import HIDDEN_STATES

@@ -10,7 +10,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
-from conf.command.clock import label_part
 from conf.command.entry import Command
 from conf.settings.medusa import Medusa2Run
 from eval.preflight_checks import check_training
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conf.command.clock import label_part
 from conf.errors import InputError
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer

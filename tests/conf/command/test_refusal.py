@@ -75,8 +75,8 @@ def test_settings_are_found(text: str, bold: list[str]) -> None:
     [
         (
             "train.max_steps=abc",
-            "train.max_steps=abc: not allowed here; allowed: whole number; "
-            "try --help train.max_steps",
+            "train.max_steps=abc: not allowed here; allowed: whole number, or "
+            "null; try --help train.max_steps",
         ),
         (
             "target.dtype=foo",
@@ -186,7 +186,7 @@ def test_names_of_other_toolkits_mean_settings_that_exist(other: str) -> None:
     schemas = [schema for _, schema in help_pages._iter_command_schemas()]
     names = {name for schema in schemas for name in help_pages._iter_setting_names(schema)}
     assert meant in names
-    assert other not in names or other in ("batch_size", "model")
+    assert other not in names or other in ("base_model", "batch_size", "model")
 
 
 def test_a_value_of_another_kind_ends_a_command_with_one_line(tmp_path: Path) -> None:
