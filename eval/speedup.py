@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.command.environment import check_compile
-from conf.settings.export import ExportFormat
 from conf.settings.measure import SpeedupRun
 from eval.preflight_checks import check_measurement, check_method_words, check_methods
 
@@ -49,6 +48,7 @@ from eval.measure.verdict import judge_speedup, print_verdict
 from eval.report.html_page import write_html_page
 from eval.report.plots import plot_concurrency, plot_speedup
 from heads.draft_head import DraftHead
+from heads.export.writer import choose_engine, format_dtype
 from heads.mtp.checkpoint import has_mtp_layer
 
 MAX_NODES = 256  # of any tree
@@ -138,13 +138,15 @@ def main(config: SpeedupRun) -> None:
 
 def build_export_settings(head: DraftHead, config: SpeedupRun) -> dict[str, Any] | None:
     """Build the settings that export a head for the first engine that serves it; None if none."""
-    engine = next((each for each in ExportFormat if head.plan_export(each).problem is None), None)
+    engine = choose_engine(head)
     if engine is None:
         return None
     path = Path(str(config.head.path))
     own = path.parent if path.name == "head" else Path("outputs") / path.name
     return collect_changed_settings(config, "head", "target") | {
         "format": engine.value,
+        # As it was measured.
+        "dtype": format_dtype(head),
         "out_dir": f"{own}-{engine.value}",
     }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
-from conf.command.run_record import collect_changed_settings, print_next_command
+from conf.command.run_record import collect_changed_settings, print_next_command, recipe_for
 from conf.settings.scripts import RegenerateRun
 from eval.preflight_checks import check_inputs
 
@@ -136,7 +136,8 @@ def main(config: RegenerateRun) -> None:
         sys.exit(1)
     name = config.target.path if endpoint is None else config.model or "MODEL"
     target = collect_changed_settings(config, "target") | {"target.path": name}
-    print_next_command("regenerate", {"head": "eagle3_1", **target, "data.path": journal.path})
+    recipe = {"head": recipe_for(str(name))}
+    print_next_command("regenerate", recipe | target | {"data.path": journal.path})
 
 
 def load_conversations(config: RegenerateRun) -> LoadedRecords:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
+from conf.files import split_gguf_path
 
 _SECRET = re.compile(r"\b(hf_|sk-|wandb_v1_)[\w-]{8,}")
 _CHECKSUM = re.compile(r"[0-9a-f]{32,}")
@@ -355,6 +356,14 @@ def collect_changed_settings(config: Any, *names: str) -> dict[str, Any]:
 def is_embedded_path(value: Any) -> bool:
     """Tell whether a value is a path of the embedded target or its data."""
     return isinstance(value, str | Path) and Path(value).is_relative_to(EMBEDDED)
+
+
+def recipe_for(target: str) -> str:
+    """Return the recipe of EAGLE heads that the engine of a target serves.
+
+    llama.cpp, which serves GGUF files, has no place for the norms of EAGLE-3.1.
+    """
+    return "eagle3" if split_gguf_path(target) else "eagle3_1"
 
 
 def prompts_for(target: str) -> dict[str, str]:

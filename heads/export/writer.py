@@ -109,6 +109,19 @@ def format_version_limit(head: DraftHead, engine: ExportFormat) -> str:
     return f"{ENGINE_NAMES[engine]} loads {title} up to version {last}; newer versions have none."
 
 
+def choose_engine(head: DraftHead) -> ExportFormat | None:
+    """Choose the first engine that serves a head with its target; None if none does.
+
+    Targets in GGUF files are llama.cpp's.
+    """
+    llamacpp = ExportFormat.llamacpp
+    engines = [llamacpp] if split_gguf_path(head.target_name) else ExportFormat
+    for engine in engines:
+        if head.plan_export(engine).problem is None and not find_target_problem(head, engine):
+            return engine
+    return None
+
+
 def list_serving_warnings(head: DraftHead, target: EmbeddingsAndOutputHead) -> list[str]:
     """List what the owner of a head should know of engines before training, a line each.
 

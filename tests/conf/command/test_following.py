@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 from commands import ROOT
 from doors import COMMANDS
+from exports import EAGLE31, eagle, toy_target
 from omegaconf import OmegaConf
 
 from conf.command import run_record as following
 from conf.settings.blocks import DFlashRun
 from conf.settings.data import RowsConfig
 from conf.settings.drafting import HeadRef
-from conf.settings.measure import AcceptanceRun, Mode
+from conf.settings.export import ExportFormat
+from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from conf.settings.target import Dtype, TargetConfig
 from data.embedded import PROMPTS, TARGET_PATH
+from eval import speedup
+from heads.export.writer import choose_engine
 from scripts import quickstart
 from train.loop.command import build_measure_settings
 
@@ -133,6 +137,46 @@ def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed
     assert build_measure_settings(DFlashRun(out_dir="o"), "me/model")["target.path"] == "me/model"
     embedded = build_measure_settings(DFlashRun(out_dir="o"), TARGET_PATH)
     assert following.format_command("", embedded).split()[2:] == ["head.path=o/head", "out_dir=o"]
+
+
+def test_the_recipe_is_one_that_the_targets_engine_serves() -> None:
+    assert following.recipe_for("me/model") == "eagle3_1"
+    assert following.recipe_for("me/model-GGUF/model-Q4_1.gguf") == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "engine"),
+    [
+        ("me/toy", {}, "vllm"),
+        ("me/toy", EAGLE31, "vllm"),
+        ("me/toys/toy.gguf", {}, "llamacpp"),
+        ("me/toys/toy.gguf", EAGLE31, None),
+    ],
+)
+def test_a_measured_head_is_exported_for_the_engine_of_its_target(
+    name: str, more: dict[str, Any], engine: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = toy_target()
+    target.name = name
+    head = eagle(target, **more).bfloat16()
+    run = SpeedupRun(target=TargetConfig(name), head=HeadRef(path="outputs/mine/head"))
+    settings = speedup.build_export_settings(head, run)
+    if engine is None:
+        assert settings is None
+        return
+    following.print_next_command("speedup", settings or {})
+    script, export = pasted(capsys.readouterr().out)
+    assert (script, export.format.value, export.dtype.value) == (
+        "scripts/export.py", engine, "bfloat16",
+    )  # fmt: skip
+    assert (export.head.path, export.target.path) == ("outputs/mine/head", name)
+
+
+def test_no_export_is_proposed_that_ends_the_server() -> None:
+    qwen2 = toy_target("qwen2")
+    assert choose_engine(eagle(qwen2)) is ExportFormat.vllm
+    qwen2.name = "me/toys/toy.gguf"
+    assert choose_engine(eagle(qwen2)) is None
 
 
 def test_an_adapter_that_was_trained_is_the_targets(tmp_path: Path) -> None:
