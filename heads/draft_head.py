@@ -338,6 +338,11 @@ class DraftHead(nn.Module, ABC):
         return self._target[0].name if self._target else self.config.target
 
     @property
+    def title(self) -> str:
+        """Return the name of such heads: "EAGLE-3 heads"."""
+        return self.variants[self.variant].title
+
+    @property
     def max_draft_tokens(self) -> int | None:
         """Return the length of the longest path that the head can draft; None for any length."""
         return self.config.num_draft_tokens

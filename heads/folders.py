@@ -18,7 +18,7 @@ from urllib.request import getproxies
 from safetensors import SafetensorError, safe_open
 
 from conf.errors import InputError
-from conf.files import find_local_path, retry_io, split_gguf_path
+from conf.files import SAFETENSORS_SUFFIX, find_local_path, retry_io, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
@@ -504,7 +504,12 @@ def _write_folder(final: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         fill(temporary)
+        mode = temporary.stat().st_mode & 0o666
         for path in (*(p for p in temporary.rglob("*") if p.is_file()), temporary):
+            # safetensors writes files that nobody else may read. A link's mode is its source's.
+            is_own = not path.is_symlink() and path.stat().st_nlink == 1
+            if path.suffix == SAFETENSORS_SUFFIX and is_own:
+                path.chmod(mode)
             _sync_to_disk(path)
         _swap_folder(temporary, final)
     except SafetensorError as error:

@@ -109,7 +109,8 @@ class EagleObjective(Objective):
             head.lm_head.requires_grad_(config.output_head is not OutputHead.frozen)
 
     def _describe_head(self) -> str:
-        return f"{self.head.variant}, {self.config.num_steps} steps"
+        name = "eagle3_1" if self.head.is_eagle31 else self.head.variant
+        return f"{name}, {self.config.num_steps} steps"
 
     def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
         """Estimate the bytes of training, counted with `torch.autograd.graph.saved_tensors_hooks`.

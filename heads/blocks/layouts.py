@@ -217,7 +217,7 @@ def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
     """
     config, llama, files = head.config, head.config.llama, head.build_files()
     settings = files.config | files.config.get("dflash_config", {})
-    title = head.variants[head.variant].title
+    title = head.title
     metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
     values = {name: settings[key] for key, name in GGUF_KEYS.items() if key in settings}
     values |= {"target_layers": list(config.layers), "attention.causal": config.causal}

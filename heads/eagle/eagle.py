@@ -147,7 +147,7 @@ class EagleHead(EagleNetwork):
         """Plan the files and the command for an engine. See `heads/eagle/layouts.py`."""
         layout = self.layouts.get(engine, {}).get(self.config.form)
         if layout is None:
-            return ExportPlan(f"loads no {self.variants[self.variant].title}")
+            return ExportPlan(f"loads no {self.title}")
         problem = find_layout_problem(self, layout)
         return ExportPlan(problem) if problem else self._plan_engine_export(engine, layout, folder)
 
@@ -197,6 +197,17 @@ class EagleHead(EagleNetwork):
             copied=self._list_copied_parts(settings),
         )
 
+    @property
+    def is_eagle31(self) -> bool:
+        """Tell an EAGLE-3.1 head from an EAGLE-3 head, whose files have the same form."""
+        has_norms = self.config.fc_norm and self.config.norm_output
+        return has_norms and self.variant == EagleForm.eagle3.value
+
+    @property
+    def title(self) -> str:
+        """Return the name of such heads: "EAGLE-3 heads"."""
+        return "EAGLE-3.1 heads" if self.is_eagle31 else super().title
+
     def _identify_method(self, settings: dict[str, Any]) -> tuple[str, str]:
         """Return the name and the arXiv number of the method."""
         config = self.config
@@ -204,7 +215,7 @@ class EagleHead(EagleNetwork):
             # The same head: training tells HASS from EAGLE-1; EAGLE-2 only differs in use.
             hass = settings.get("top_k_weight") or settings.get("detach_features")
             return ("HASS", "2408.15766") if hass else ("EAGLE-1/2", "2401.15077")
-        if config.fc_norm and config.norm_output:
+        if self.is_eagle31:
             return "EAGLE-3.1", "2605.09992"
         return "EAGLE-3", "2503.01840"
 

@@ -492,7 +492,7 @@ def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, 
 def build_gguf_files(head: EagleNetwork) -> HeadFiles:
     """Build the GGUF file of a head that llama.cpp can serve."""
     config, llama = head.config, head.config.llama
-    title = head.variants[head.variant].title
+    title = head.title
     metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
     # As in every other layout: a head's own files may say less than its target supports.
     metadata[f"{ARCH}.context_length"] = Value.from_content(find_max_positions(head.target.config))

@@ -105,7 +105,7 @@ def format_version_limit(head: DraftHead, engine: ExportFormat) -> str:
     last = head.plan_export(engine).last_version
     if not last:
         return ""
-    title = head.variants[head.variant].title
+    title = head.title
     return f"{ENGINE_NAMES[engine]} loads {title} up to version {last}; newer versions have none."
 
 
@@ -213,7 +213,7 @@ def format_readme(
     further = "".join(f"{note}\n\n" for note in notes if note)
     taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
-        f"# {head.variants[head.variant].title} for {head.target_name}\n\n"
+        f"# {head.title} for {head.target_name}\n\n"
         f"For speculative decoding with {ENGINE_NAMES[engine]}, {format_dtype(head)} "
         f"weights{taps}. "
         f"Written by Headsmith after the loaders of {LOADER_VERSIONS[engine]}.\n\n"

@@ -12,9 +12,8 @@ Letters: n tokens, V vocabulary.
 
 import hashlib
 import json
-import os
-import tempfile
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from inspect import signature
@@ -69,10 +68,9 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
     # Without permission to write, the next start checks again.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as stream:
-            stream.write(json.dumps({name: getattr(target, name) for name in KEPT}))
-        Path(temporary).replace(file)
+        temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+        temporary.write_text(json.dumps({name: getattr(target, name) for name in KEPT}))
+        temporary.replace(file)
 
 
 def _find_check_file(target: Target, config: TargetConfig) -> Path | None:

@@ -50,6 +50,8 @@ def test_a_fresh_head_drafts_the_likeliest_tokens_and_the_special_ones(target: T
     assert "of the target's 96" in lines[0] or "8 of 96" in lines[0], lines
     trained = sum(p.numel() for p in head.parameters()) / 1e6
     assert lines[-1] == f"head: eagle3, 3 steps, {trained:.1f} M parameters"
+    norms = {"fc_norm": True, "norm_output": True}
+    assert made(target, **norms)[1][-1].startswith("head: eagle3_1, 3 steps, ")
     again, _ = made(target)
     assert again.fc.weight.equal(head.fc.weight)
     other: Any = Counted()

@@ -126,7 +126,7 @@ class TrainingCommand:
             if not (has_vocab_setting or head.vocab.is_full):
                 raise InputError(
                     f"head.path={settings.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} "
-                    f"ids, but {head.variants[head.variant].title} learn all; name the head before "
+                    f"ids, but {head.title} learn all; name the head before "
                     "pruning"
                 )
         else:

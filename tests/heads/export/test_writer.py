@@ -297,6 +297,16 @@ def test_the_readme_says_how_to_serve_and_verify(
     assert "python scripts/verify_export.py DIR" in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "title"), [("eagle3", "EAGLE-3 heads"), ("eagle3.1", "EAGLE-3.1 heads")]
+)
+def test_the_readme_names_the_kind_of_head(
+    target: Target, tmp_path: Path, kind: str, title: str
+) -> None:
+    folder = exported(make(target, kind), target, "vllm", tmp_path / "out")
+    assert (folder / "README.md").read_text().startswith(f"# {title} for me/toy\n")
+
+
 def test_golden_values_travel_with_the_head(target: Target, tmp_path: Path) -> None:
     head = make(target, "eagle3")
     folder = exported(head, target, "vllm", tmp_path / "out")

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, equal after a round trip, the one before if damaged."""
 
 import json
+import os
 import resource
 import subprocess
 import zlib
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from conf.errors import InputError
@@ -184,6 +186,28 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         check_full(tmp_path / "c", made, older, "No space left on device")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_have_the_mode_of_other_files(tmp_path: Path, mask: int, mode: int) -> None:
+    """safetensors itself writes 0600; a link keeps the mode of its source."""
+    source = tmp_path / "source.safetensors"
+    source.touch(0o600)
+
+    def fill(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+        (folder / "soft.safetensors").symlink_to(source)
+        (folder / "hard.safetensors").hardlink_to(source)
+
+    before = os.umask(mask)
+    try:
+        write_folder(tmp_path / "out", fill)
+    finally:
+        os.umask(before)
+    files = [tmp_path / "out" / name for name in ("config.json", "model.safetensors")]
+    assert [file.stat().st_mode & 0o777 for file in files] == [mode, mode]
+    assert source.stat().st_mode & 0o777 == 0o600
 
 
 def test_folder_is_replaced_whole(tmp_path: Path) -> None:
