@@ -160,6 +160,7 @@ class DraftHead(nn.Module, ABC):
         max_positions: number of positions that the head knows and drafts for; None for all.
         variant: name in the head's files, a key of `variants`.
         variants: variants of this kind of head.
+        own_title: title where the head's config tells more than its variant; else empty.
         name_with_article: name of this kind with an article, for messages.
         has_static_tree: whether the head's trees have one shape for every text.
         output_head_patterns: name patterns of parameters that turn states into logits, with one row
@@ -180,6 +181,7 @@ class DraftHead(nn.Module, ABC):
     taps: FeatureLayers
     max_positions: int | None = None
     variants: ClassVar[dict[str, Variant]]
+    own_title: str = ""
     name_with_article: ClassVar[str]
     has_static_tree: ClassVar[bool] = False
     output_head_patterns: ClassVar[tuple[str, ...]] = ()
@@ -340,7 +342,7 @@ class DraftHead(nn.Module, ABC):
     @property
     def title(self) -> str:
         """Return the name of such heads: "EAGLE-3 heads"."""
-        return self.variants[self.variant].title
+        return self.own_title or self.variants[self.variant].title
 
     @property
     def max_draft_tokens(self) -> int | None:

@@ -221,7 +221,7 @@ def test_its_export_is_verified_and_published(
     export.main(run)
     assert f"play {out}" in capsys.readouterr().out
     with pytest.raises(InputError, match="vLLM loads no toys; allowed for this head: original"):
-        export.main(replace(run, format=ExportFormat.vllm))
+        export.main(replace(run, format=ExportFormat.vllm, out_dir=str(tmp_path / "vllm")))
     upload(head.parent, repo_id="me/toy", exports=[str(out)])
     files = hub.repos["me/toy"].files("main") or {}
     assert files[WEIGHTS] == (head / WEIGHTS).read_bytes()

@@ -41,7 +41,7 @@ from heads.eagle.layouts import (
     format_engine_hint,
     format_serve_command,
 )
-from heads.eagle.network import EagleNetwork, build_eagle_config, default_layers
+from heads.eagle.network import EAGLE31_TITLE, EagleNetwork, build_eagle_config, default_layers
 from heads.feature_head import (
     ConfigVariants,
     flip_setting,
@@ -200,13 +200,7 @@ class EagleHead(EagleNetwork):
     @property
     def is_eagle31(self) -> bool:
         """Tell an EAGLE-3.1 head from an EAGLE-3 head, whose files have the same form."""
-        has_norms = self.config.fc_norm and self.config.norm_output
-        return has_norms and self.variant == EagleForm.eagle3.value
-
-    @property
-    def title(self) -> str:
-        """Return the name of such heads: "EAGLE-3 heads"."""
-        return "EAGLE-3.1 heads" if self.is_eagle31 else super().title
+        return self.own_title == EAGLE31_TITLE
 
     def _identify_method(self, settings: dict[str, Any]) -> tuple[str, str]:
         """Return the name and the arXiv number of the method."""

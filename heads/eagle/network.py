@@ -41,6 +41,7 @@ ROWS_PER_CHUNK = 256
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
 """Parts of a head that recipes turn on or off."""
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
+EAGLE31_TITLE = "EAGLE-3.1 heads"
 """Prefixes of the layer's tensors in the original files."""
 
 
@@ -284,6 +285,8 @@ class EagleNetwork(AutoregressiveHead):
         self.input_norm = RmsNorm(whole, eps) if config.norm_before_fc else None
         self._make_embeddings_and_head(eagle3 and config.own_output_head)
         self.variant, self.layer_prefix = config.form.value, LAYER_NAMES[config.form]
+        if config.fc_norm and config.norm_output:
+            self.own_title = EAGLE31_TITLE
 
     def initialise(self, target: EmbeddingsAndOutputHead, start: OutputHead, seed: int) -> Self:
         """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.

@@ -152,7 +152,7 @@ class PEagleNetwork(EagleNetwork):
 
     def __init__(self, config: PEagleHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
-        self.variant, self.layer_prefix = "peagle", "layers.0."
+        self.variant, self.layer_prefix, self.own_title = "peagle", "layers.0.", ""
         later = range(1, config.llama.num_hidden_layers)
         # Keyed by number, as in the files.
         self.layers = nn.ModuleDict(
