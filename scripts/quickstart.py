@@ -57,7 +57,7 @@ def list_stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
 def run_stage(arguments: list[str]) -> None:
     """Run one stage in a process; exit with its code if it fails.
 
-    Training takes all cores, which the launcher would not. Decoding a model this small takes one,
+    Training takes up to eight cores. Decoding a model this small takes one,
     so that the figures do not depend on other load.
     """
     num_threads = min(8, os.cpu_count() or 1) if "-m" in arguments else 1

@@ -25,7 +25,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, errors
 
-from conf.command.environment import set_passive_wait_policy
+from conf.command.environment import count_threads, set_num_threads, set_passive_wait_policy
 from conf.command.help_pages import (
     check_setting_exists,
     check_typed_form,
@@ -34,6 +34,7 @@ from conf.command.help_pages import (
     list_settings,
 )
 from conf.errors import InputError, format_error
+from conf.settings.checks import AUTO
 
 RECIPES = Path(__file__).resolve().parents[1] / "head"
 HYDRA = {
@@ -108,7 +109,9 @@ class Command(Generic[Config]):
         def job(composed: DictConfig) -> None:
             hydra_config = HydraConfig.get()
             number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
-            main(_convert_settings(composed, number))
+            settings = _convert_settings(composed, number)
+            set_num_threads(_count_threads(settings))
+            main(settings)
 
         self._run_hydra(job, sys.argv[1:])
 
@@ -318,10 +321,16 @@ def _convert_settings(composed: DictConfig, number: int | None) -> Any:
     if number is not None:
         composed.out_dir = str(Path(composed.out_dir) / str(number))
     try:
-        return OmegaConf.to_object(composed)
+        settings = OmegaConf.to_object(composed)
     except errors.MissingMandatoryValue as error:
         kind = get_type_hints(error.object_type)[str(error.key)]
         remedy = f"it has no default: type {error.full_key}=VALUE"
         if issubclass(kind, Enum):
             remedy = f"allowed: {', '.join(choice.value for choice in kind)}"
         raise InputError(f"{error.full_key} is unset; {remedy}") from error
+    _count_threads(settings)  # raises for a number that makes no sense
+    return settings
+
+
+def _count_threads(settings: Any) -> int | None:
+    return count_threads(getattr(settings, "num_threads", AUTO), os.environ)

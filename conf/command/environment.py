@@ -14,6 +14,7 @@ from pathlib import Path
 from shutil import which
 
 from conf.errors import InputError
+from conf.settings.checks import AUTO
 
 _SIZES = (
     "WORLD_SIZE",
@@ -22,6 +23,8 @@ _SIZES = (
     "MV2_COMM_WORLD_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+"""Variables of launchers with the number of processes on this machine."""
 _TWO_ON_CPU = (
     "on CPU: accelerate launch --config_file conf/accelerate/cpu2.yaml SCRIPT, or "
     "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
@@ -37,6 +40,48 @@ def set_passive_wait_policy() -> None:
     times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def count_threads(asked: int | str, environ: Mapping[str, str]) -> int | None:
+    """Count the processor threads of this process; None leaves those that torch takes.
+
+    `accelerate launch` and torchrun set OMP_NUM_THREADS=1 unless it is set, so a 1 below them is
+    taken for theirs.
+
+    Args:
+        asked: setting `num_threads`.
+        environ: the environment variables.
+
+    Raises:
+        InputError: neither a number above 0 nor `auto`.
+    """
+    if asked != AUTO:
+        if isinstance(asked, str) or asked < 1:
+            raise InputError(f"num_threads={asked}: must be a number above 0, or {AUTO}")
+        return asked
+    sizes = [int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()]
+    launched = bool(sizes) or "ACCELERATE_MIXED_PRECISION" in environ
+    if not launched or environ.get("OMP_NUM_THREADS", "1") != "1":
+        return None
+    return max(1, count_cores() // max([1, *sizes]))
+
+
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def set_num_threads(number: int | None) -> None:
+    """Set the threads of torch in this process, and of the processes that it starts.
+
+    None leaves both as they are.
+    """
+    if number is not None:
+        import torch  # loaded already by the commands that compute
+
+        torch.set_num_threads(number)
+        os.environ["OMP_NUM_THREADS"] = str(number)
 
 
 def check_launch(environ: Mapping[str, str], num_processes: int) -> None:

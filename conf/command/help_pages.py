@@ -23,7 +23,7 @@ import conf.settings
 from conf.command.run_record import format_value
 from conf.errors import InputError
 
-FIRST, LAST = ("target", "data", "prompts", "head"), ("out_dir", "seed")
+FIRST, LAST = ("target", "data", "prompts", "head"), ("out_dir", "seed", "num_threads")
 """Order of a help page: settings without a default, the sections of FIRST, the other settings, the
 other sections, and the settings of LAST. Within a group the order of the dataclass holds."""
 UNSET = "???"

@@ -1,6 +1,10 @@
-"""Checks of single settings, which name the setting, its value and what is allowed."""
+"""Checks of single settings, and the setting that all commands share.
+
+The checks name the setting, its value and what is allowed.
+"""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from conf.errors import InputError
@@ -9,6 +13,15 @@ AUTO = "auto"
 """Marks a setting that is chosen once the target is known."""
 ABSENT: Any = None
 """Marks a setting that only some subclasses have. It has no type, so it is no dataclass field."""
+
+
+@dataclass
+class ComputingRun:
+    """A command that computes with torch."""
+
+    num_threads: int | str = field(default=AUTO, kw_only=True)
+    """Processor threads of a process. `auto`: under a launcher that leaves one, the cores divided
+    among the processes of the machine; otherwise what OMP_NUM_THREADS says, or all cores."""
 
 
 def check_positive(prefix: str, config: object, *names: str) -> None:

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from conf.errors import InputError
-from conf.settings.checks import ABSENT, check_positive
+from conf.settings.checks import ABSENT, ComputingRun, check_positive
 from conf.settings.target import TargetConfig
 
 
@@ -146,7 +146,7 @@ def _check_columns(columns: object) -> None:
 
 
 @dataclass
-class DataRun:
+class DataRun(ComputingRun):
     """A run over data that is prepared for a target."""
 
     target: TargetConfig = field(default_factory=TargetConfig)

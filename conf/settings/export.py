@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from conf.settings.checks import ComputingRun
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
@@ -31,7 +32,7 @@ class ExportDtype(Enum):
 
 
 @dataclass
-class ExportRun:
+class ExportRun(ComputingRun):
     """`scripts/export.py`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -99,7 +100,7 @@ class MtpAction(Enum):
 
 
 @dataclass
-class MtpFilesRun:
+class MtpFilesRun(ComputingRun):
     """`scripts/mtp.py`."""
 
     action: MtpAction = MtpAction.check
@@ -111,7 +112,7 @@ class MtpFilesRun:
 
 
 @dataclass
-class MergeAdapterRun:
+class MergeAdapterRun(ComputingRun):
     """`scripts/merge_adapter.py`; `target.dtype=auto` keeps the dtype of the target's files."""
 
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -132,7 +132,7 @@ def claim_folder(config: ContestRun, out_dir: Path) -> None:
 
 def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
     """Return the settings that affect the result of a contest, by dotted key."""
-    free = {"out_dir", "parts", "launch"}
+    free = {"out_dir", "parts", "launch", "num_threads"}
     return flatten_settings(
         {key: value for key, value in to_json(config).items() if key not in free}
     )

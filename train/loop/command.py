@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType
 
 from conf.command import run_record
@@ -245,7 +246,8 @@ def _train_locked(
     if store is not None:
         check_feature_layers(store, objective.head.taps)
     if accelerator.is_main_process:
-        where = f"{accelerator.num_processes} process(es), {accelerator.device.type}"
+        threads = f"{torch.get_num_threads()} thread(s) each"
+        where = f"{accelerator.num_processes} process(es), {accelerator.device.type}, {threads}"
         where += ", compiled on first use" if compiled else ""
         lines_of_run = [*source.lines, *format_data_need(num_tokens)]
         lines_of_run += [*kernel_notice(accelerator.device), *lines]

@@ -76,9 +76,10 @@ def test_help_is_printed_at_the_door(
 def test_settings_come_in_the_order_in_which_people_need_them() -> None:
     found = [each.name for each in shown("train/medusa.py")]
     sections = list(dict.fromkeys(name.partition(".")[0] for name in found))
-    assert sections == ["target", "data", "head", "train", "log", "rollout", "out_dir", "seed"]
+    few = ["out_dir", "seed", "num_threads"]
+    assert sections == ["target", "data", "head", "train", "log", "rollout", *few]
     exported = [each.name for each in shown("scripts/export.py")]
-    assert (exported[:2], exported[-1]) == (["format", "target.path"], "out_dir")
+    assert (exported[:2], exported[-1]) == (["format", "target.path"], "num_threads")
 
 
 def test_the_page_of_a_command_has_defaults_words_and_choices() -> None:

@@ -102,6 +102,7 @@ def straight(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process that was never stopped."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     text = trained([sys.executable, *arguments(inputs, elsewhere / "out")], elsewhere)
+    assert "1 process(es), cpu, 1 thread(s) each; the head goes to" in text
     assert "head saved to" in text
     assert "verdict: " in text[text.index("head saved to") : text.index("next, measure")]
     assert f"eval/acceptance.py head.path={elsewhere}/out/head target.path={inputs}/target" in text
