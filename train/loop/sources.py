@@ -7,7 +7,10 @@ checked against the settings and against the layers that the head reads.
 Letters: S tokens of a document, T tokens of a packed sequence, D hidden.
 """
 
+import hashlib
+import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -23,13 +26,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
+from conf.command.jsonl_store import MANIFEST_NAME, ROWS_NAME
 from conf.command.run_record import (
     find_changed_keys,
     format_changes,
+    format_command,
+    is_embedded_path,
     make_fingerprint,
     to_json,
 )
 from conf.errors import InputError
+from conf.files import load_json
 from conf.settings.data import DataConfig, PackedConfig, TeacherKind
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainRun
@@ -39,6 +46,7 @@ from data.features.store_reader import FeatureStore, TrainingData
 from data.prepared.dataset_cache import NON_CONTENT_SETTINGS
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
+from data.rows.data_files import find_source, iter_rows
 from data.servers.server_pool import HiddenStatesPool, join_documents, split_documents
 from data.servers.state_files import HiddenStatesError
 from eval.decode.generation_config import apply_generation_config
@@ -61,6 +69,10 @@ NUM_LOOKED_AT = 64
 """Number of sequences to search for the longest document."""
 PADDING = -1
 """Document id of tokens that are not supervised."""
+AUTHORS = (
+    "target.name", "target.revision", "target.weights", "target.adapter", "target.adapter_weights",
+)  # fmt: skip
+"""Keys of a fingerprint that name who wrote answers."""
 MIN_NOTABLE_WAIT = 0.1
 """Fraction of a run's time from which waiting matters."""
 
@@ -196,6 +208,8 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
         make_replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
         lines.append(f"attention of the target: {target.attention_description}")
     identity = identify_target(config.target, target.tokenizer, target.dtype)
+    if config.rollout.steps is None:  # otherwise the target writes while it trains
+        lines += format_authorship(report.path, identity)
     checksum = train_data.checksum
     kwargs = config.data.chat_template_kwargs or {}
     statement = DataStatement(
@@ -205,6 +219,48 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
         target, identity, checksum, train_data, heldout, report, statement, lines, make_replay,
         config.target if config.target.engine else None, prompts,
     )  # fmt: skip
+
+
+def format_authorship(path: str, identity: TargetIdentity) -> list[str]:
+    """Format a warning unless a record says that the target wrote the answers of the data.
+
+    Records are the manifest that scripts/regenerate.py writes beside its rows, and token ids in
+    the first row.
+
+    Args:
+        path: path of the data, as typed.
+        identity: identity of the target.
+    """
+    file, own = Path(path).expanduser(), {"data.path": path, "target.path": identity.name}
+    if is_embedded_path(path):
+        return []
+    rows = file / ROWS_NAME if file.is_dir() else file
+    manifest = load_json(rows.with_name(MANIFEST_NAME)) if rows.name == ROWS_NAME else None
+    if manifest is not None:
+        now = make_fingerprint(target=identity)
+        if "target.name" not in manifest:  # a server wrote them, known by its model's name alone
+            return []
+        changed = [key for key in find_changed_keys(manifest, now) if key in AUTHORS]
+        if not changed:
+            return []
+        whose = f"another target wrote them ({format_changes(manifest, now, changed)})"
+    elif rows.is_file() and _has_written_ids(rows):
+        return []
+    else:
+        whose = "no record says that the target wrote them"
+    return [
+        f"answers of data.path: {whose}, and heads learn less from others' words (docs/data.md); "
+        f"to have them written: {format_command('scripts/regenerate.py', own)}"
+    ]
+
+
+def _has_written_ids(file: Path) -> bool:
+    """Tell whether the first row of a file holds the token ids that a model wrote."""
+    row = next(iter_rows(find_source(str(file)), hashlib.sha256()), None)
+    if row is None:
+        return False
+    text = json.dumps(row.value).encode() if row.raw is None else row.raw
+    return re.search(rb'"token_ids"\s*:', text) is not None
 
 
 def load_training_target(
@@ -244,9 +300,11 @@ def load_store_source(
     kwargs = plan.data["chat_template_kwargs"] or {}
     prompts = store.load_prompts()
     statement = DataStatement(report.path, report.sha256, kwargs, plan.target["dtype"], prompts)
+    identity = get_store_identity(plan)
+    lines += [*report.format_lines(), *format_authorship(report.path, identity)]
     return TrainingSource(
-        target, get_store_identity(plan), plan.splits["train"].checksum, store.train, store.heldout,
-        report, statement, [*lines, *report.format_lines()], replay,
+        target, identity, plan.splits["train"].checksum, store.train, store.heldout, report,
+        statement, lines, replay,
     )  # fmt: skip
 
 

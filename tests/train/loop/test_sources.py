@@ -16,11 +16,12 @@ from stores import captured, save_inputs, settings
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig, StateFormat, TeacherKind
+from conf.settings.data import DataConfig, RowsConfig, StateFormat, TeacherKind
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
 from conf.settings.medusa import MedusaRun
+from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
-from conf.settings.training import TrainConfig
+from conf.settings.training import RolloutConfig, TrainConfig
 from data.features.store_reader import StoredDataset
 from eval.measure.target_answers import LocalAnswerSource
 from heads.eagle.eagle import EagleHead
@@ -30,6 +31,7 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.load import load_target
 from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
+from scripts import regenerate
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
 from train.loop import command, loop, sources
@@ -393,3 +395,46 @@ def test_a_target_from_the_hub_is_known_by_its_commit(inputs: Path, tmp_path: Pa
             capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_says_where_no_record_tells_that_the_target_wrote_the_answers(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = TrainConfig(
+        max_steps=1, batch_size=2, warmup_steps=0, num_eval_sequences=1, num_replay_prompts=0
+    )
+    said: dict[str, list[str]] = {}
+
+    def run(name: str, path: Path, **more: Any) -> None:
+        target = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32)
+        data = DataConfig(path=str(path), max_length=128, eval_fraction=0.2)
+        out_dir = str(tmp_path / f"run-{name}")
+        medusa.main(MedusaRun(target=target, data=data, out_dir=out_dir, train=train, **more))
+        lines = capsys.readouterr().out.splitlines()
+        said[name] = [line for line in lines if line.startswith("answers of data.path: ")]
+
+    others = inputs / "chat.jsonl"
+    run("others", others)
+    assert said["others"] == [
+        "answers of data.path: no record says that the target wrote them, and heads learn less "
+        "from others' words (docs/data.md); to have them written: python scripts/regenerate.py "
+        f"data.path={others} target.path={inputs}/target"
+    ]
+    run("rollouts", others, rollout=RolloutConfig(steps=1, max_new_tokens=4))
+    own = RegenerateRun(
+        target=TargetConfig(path=str(inputs / "target"), dtype=Dtype.bfloat16),
+        data=RowsConfig(path=str(others), num_prompts=8),
+        max_new_tokens=8, out_dir=str(tmp_path / "own"),
+    )  # fmt: skip
+    regenerate.main(own)
+    run("own", tmp_path / "own/conversations.jsonl")  # in another dtype: still its own words
+    run("folder", tmp_path / "own")
+    manifest = tmp_path / "own/manifest.json"
+    facts = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(facts | {"target.weights": "0" * 64}))
+    run("another's", tmp_path / "own/conversations.jsonl")
+    (tmp_path / "ids.jsonl").write_bytes((tmp_path / "own/conversations.jsonl").read_bytes())
+    run("ids", tmp_path / "ids.jsonl")
+    assert said["rollouts"] == said["own"] == said["folder"] == said["ids"] == []
+    (line,) = said["another's"]
+    assert "another target wrote them (target.weights was 000000000000, is " in line
