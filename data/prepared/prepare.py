@@ -15,6 +15,8 @@ from data.prepared.packing import PackedDataset, TokenisedSamples
 from data.rows.records import format_counts, format_malformed_rows
 from data.rows.row_digests import count_copies
 
+MANY_TRUNCATED = 0.1
+"""Truncated samples per record above which a report warns."""
 WIDE = 0.1
 """Fraction of padding above which another length is advised. Padding takes as long as text."""
 
@@ -97,11 +99,23 @@ class DataReport:
             f"held out: {held_out}",
             f"  records: {self.num_records:,} used, {self.num_bad:,} malformed, "
             f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
+            *self._format_truncation(),
             f"  tokens: {self.num_tokens:,}, of which {supervised:.1%} are learnt",
             f"  sequences: {self.num_train_sequences:,} to train on, "
             f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding{advice}",
             *lines,
             *(f"  {line}" for line in format_malformed_rows(self.bad)),
+        ]
+
+    def _format_truncation(self) -> list[str]:
+        """Format a warning if more than a tenth of the samples lose their ends."""
+        if not self.lengths or self.num_truncated <= MANY_TRUNCATED * self.num_records:
+            return []
+        most = -(-self.lengths["p90"] // 64) * 64
+        return [
+            f"  warning: {self.num_truncated:,} samples of {self.num_records:,} records are longer "
+            f"than data.max_length, so their ends are not learnt; data.max_length={most} keeps 90% "
+            f"whole, {self.lengths['longest']} all"
         ]
 
 

@@ -282,6 +282,8 @@ def test_the_lines_of_a_report():
     assert REPORT.format_lines() == [
         "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
         "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
+        "  warning: 1,000 samples of 1,200 records are longer than data.max_length, so their ends "
+        "are not learnt; data.max_length=448 keeps 90% whole, 70000 all",
         "  tokens: 4,000, of which 25.0% are learnt",
         "  sequences: 50 to train on, 5 held out, 12.5% padding (a larger data.max_length packs "
         "closer)",
@@ -290,6 +292,9 @@ def test_the_lines_of_a_report():
         "  malformed: row 1",
         "  malformed: row 2",
     ]
+    few = replace(REPORT, num_truncated=120)
+    assert few.format_lines()[2].startswith("  tokens: ")
+    assert replace(few, num_truncated=121).format_lines()[2].startswith("  warning: 121 samples ")
     before = replace(REPORT, eval_path="other.jsonl", lengths={}, prepared=[], rows_per_s=None)
     other = replace(before, bad=["row"] * NUM_BAD_SHOWN)
     assert other.format_lines()[0].endswith("; held out: other.jsonl")
