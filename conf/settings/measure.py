@@ -157,8 +157,11 @@ class SpeedupRun(DecodingSettings, MeasureRun):
 
     num_turns: int = 2
     methods: Any = "all"
-    """A method or a list of methods from `eval/preflight_checks.py`, or `all`. The baselines
-    `vanilla` and `generate` always run."""
+    """A method, a list of methods, or `all`. Without a head: `prompt_lookup`, `ngram`, `suffix`,
+    `recycling`, `lookahead`, `early_exit`, `skip_layers`, `generate_lookup`; with `draft.path`:
+    `draft_chain`, `draft_tree`, `generate_assisted`. Of a head: its kind with `_chain`, `_tree`,
+    `_suffix`, `_cut` or `_typical`, such as `eagle_tree`. The baselines `vanilla` and `generate`
+    always run."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)

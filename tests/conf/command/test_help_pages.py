@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from conf.command import help_pages as words
 from conf.errors import InputError
+from eval.preflight_checks import METHODS, OF_HEADS
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "rich", "matplotlib", "wandb")
 KNOCK = f"""
@@ -129,6 +130,13 @@ def test_one_setting_is_told_in_full() -> None:
     assert words.format_setting_help(shown("eval/speedup.py"), "draft.tree").splitlines()[1] == (
         "  list (list (whole number)), or null."
     )
+
+
+def test_the_help_of_methods_names_every_method() -> None:
+    said = words.format_setting_help(shown("eval/speedup.py"), "methods")
+    assert [name for name in METHODS if f"`{name}`" not in said] == []
+    assert [way for way in OF_HEADS if f"_{way}`" not in said] == []
+    assert ".py" not in said
 
 
 def test_a_section_is_told_in_full() -> None:
