@@ -12,6 +12,7 @@ from conf.command.entry import Command
 from conf.settings.measure import AcceptanceRun
 from eval.preflight_checks import (
     CONDITIONS_FILE,
+    adopt_head_target,
     build_condition_runs,
     check_inputs,
     check_measurement,
@@ -86,6 +87,8 @@ def main(config: AcceptanceRun) -> None:
             if result := measure_and_report(measurement, config):
                 print_conclusion(config, result)
         return
+    if (adopted := adopt_head_target(config)) is not None:
+        Console(stderr=True).print(adopted, highlight=False, markup=False, soft_wrap=True)
     fill_default_paths(config, prompts=True)
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -133,6 +136,7 @@ def measure_and_report(measurement: Measurement, config: AcceptanceRun) -> dict[
         return {}
     console = Console()
     print_acceptance(result, console)
+    Console(stderr=True).print("writing the figures and their picture")
     path = write_result(config, RESULT, result, measurement)
     written: dict[str, Any] = json.loads(path.read_text())
     plot_acceptance(written, path.with_suffix(".png"))

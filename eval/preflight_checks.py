@@ -18,13 +18,16 @@ from conf.files import (
     check_out_dir,
     find_local_path,
     find_lock_owner,
+    load_json,
     make_lock_error,
+    split_gguf_path,
 )
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, MeasureRun, SpeedupRun
 from conf.settings.training import TrainRun
+from data.embedded import is_embedded
 from data.rows.data_files import check_data_paths
-from heads.folders import check_head_files, check_target_files
+from heads.folders import PROVENANCE, check_head_files, check_target_files
 
 VANILLA = "vanilla"
 BASELINES = (VANILLA, "generate")
@@ -92,9 +95,33 @@ def check_measurement(run: MeasureRun, result: str) -> None:
             "head.path is unset: this command needs a head; type a folder with a trained head, or "
             "a Hub id"
         )
+    adopt_head_target(run)
     if (Path(run.out_dir) / result).exists():
         raise InputError(f"out_dir={run.out_dir}: already holds {result}; choose another folder")
     check_inputs(run)
+
+
+def adopt_head_target(run: MeasureRun) -> str | None:
+    """Take the target that a head's record names, if `target.path` is unset.
+
+    Effects: sets `target.path`, and the revision and the adapter of the record.
+
+    Returns:
+        A line that says so; None if nothing was taken. The embedded target is nobody's record.
+    """
+    if run.target.path is not None or run.head.path is None or split_gguf_path(run.head.path):
+        return None
+    folder = find_local_path("head.path", run.head.path)
+    record = load_json(folder / PROVENANCE) if folder is not None else None
+    identity = (record or {}).get("target_identity") or {}
+    name = identity.get("name")
+    if name is None or is_embedded(name):
+        return None
+    run.target.path = name
+    run.target.revision = run.target.revision or identity.get("revision")
+    if identity.get("adapter_weights") is not None:  # otherwise a server's name of an adapter
+        run.target.adapter = run.target.adapter or identity.get("adapter")
+    return f"target.path={name}: from {PROVENANCE} of {run.head.path}, as target.path is unset"
 
 
 def check_training(config: TrainRun) -> None:

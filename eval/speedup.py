@@ -111,6 +111,7 @@ def main(config: SpeedupRun) -> None:
         }
     if not measurement.is_main_process:
         return
+    Console(stderr=True).print("everything is decoded; intervals and pictures take seconds more")
     result = summarise_speedup(measurement, config, methods, runs[config.batch_size])
     result["concurrency"] = {
         str(size): summarise_batch_size(methods, of_size, config.seed)

@@ -20,8 +20,10 @@ from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
+from conf.settings.measure import AcceptanceRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from data.rows.data_files import check_data_paths, find_source
+from eval.preflight_checks import adopt_head_target, check_measurement
 from heads.folders import check_head_files, check_target_files, locate_head
 from scripts.publish.model_card import is_hub_id
 
@@ -238,6 +240,38 @@ def test_a_folder_of_a_run_is_answered_with_its_head() -> None:
         check_head_files(HeadRef("empty"), None)
     with pytest.raises(InputError, match=r"^target\.path=run/head: a head, give it as head\.path="):
         check_target_files(TargetConfig("run/head"))
+
+
+@pytest.mark.parametrize(
+    ("identity", "given", "taken"),
+    [
+        ({"name": "models/mine"}, {}, ("models/mine", None, None)),
+        ({"name": "me/x", "revision": "abc"}, {}, ("me/x", "abc", None)),
+        ({"name": "x", "adapter": "a", "adapter_weights": "1f"}, {}, ("x", None, "a")),
+        ({"name": "x", "adapter": "served", "adapter_weights": None}, {}, ("x", None, None)),
+        ({"name": "models/mine"}, {"path": "other"}, ("other", None, None)),
+        ({"name": "/elsewhere/data/embedded/model"}, {}, (None, None, None)),
+        (None, {}, (None, None, None)),
+    ],
+)
+def test_an_unset_target_is_the_one_that_the_head_names(
+    identity: dict[str, Any] | None, given: dict[str, Any], taken: tuple[str | None, ...]
+) -> None:
+    Path(folder("head", SIZES), "headsmith.json").write_text(
+        json.dumps({"target_identity": identity})
+    )
+    run = AcceptanceRun(TargetConfig(**given), head=HeadRef("head"))
+    said = adopt_head_target(run)
+    assert (run.target.path, run.target.revision, run.target.adapter) == taken
+    told = f"target.path={taken[0]}: from headsmith.json of head, as target.path is unset"
+    assert said == (told if taken[0] and not given else None)
+
+
+def test_a_measurement_looks_for_the_target_that_the_head_names() -> None:
+    record = Path(folder("head", SIZES), "headsmith.json")
+    record.write_text(json.dumps({"target_identity": {"name": "./gone"}}))
+    with pytest.raises(InputError, match=r"^target\.path=\./gone: no such folder"):
+        check_measurement(SpeedupRun(head=HeadRef("head")), "speedup.json")
 
 
 def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

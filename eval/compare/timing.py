@@ -86,11 +86,12 @@ def measure_methods(
     rows = [] if journal is None else journal.load_rows()
     done = {row["id"]: list(map(_parse_generation, row["texts"])) for row in rows if "texts" in row}
     waiting = {(job.method, job.repeat) for job in jobs if job.id not in done}
-    for _ in range(config.num_warmups):
-        for name in {name for name, _ in waiting}:
-            _run_method(methods[name], prompts[:batch_size], config.seed, batch_size)
+    hidden = not measurement.is_main_process
+    warmups = sorted({name for name, _ in waiting}) * config.num_warmups
+    for name in tqdm(warmups, "warming up", unit="pass", disable=hidden or not warmups):
+        _run_method(methods[name], prompts[:batch_size], config.seed, batch_size)
     description = "decoding" if batch_size == 1 else f"decoding, {batch_size} at a time"
-    progress = tqdm(jobs, desc=description, unit="job", disable=not measurement.is_main_process)
+    progress = tqdm(jobs, desc=description, unit="job", disable=hidden)
     for job in progress:
         method = methods[job.method]
         if method.forget and job.group == 0:

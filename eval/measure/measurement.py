@@ -48,7 +48,7 @@ from eval.measure.prompts import (
 )
 from eval.measure.results import describe_conditions
 from eval.measure.target_answers import AnswerSource, AnswerWriter, LocalAnswerSource
-from eval.preflight_checks import check_measurement
+from eval.preflight_checks import adopt_head_target, check_measurement
 from heads.decoding.sampling import Sampling
 from heads.layers.fast_linear import pack_weights, reduce_rank
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -147,8 +147,11 @@ def open_measurement(
     Raises:
         InputError: before anything is written.
     """
+    adopted = adopt_head_target(run)
     check_measurement(run, result_name)
     state = join_processes()
+    if state.is_main_process:
+        _print_notes(adopted)
     with state.main_process_first():
         fill_default_paths(run, prompts=True)
     assert run.data.path is not None
@@ -326,7 +329,8 @@ def _render_later_turns(
         texts = (measurement.writer or measurement.answer_source).stream_answers(
             token_ids, run.max_new_tokens
         )
-        for number, ids in tqdm(texts, "the target answers", len(token_ids), unit="prompt"):
+        told = "the target answers earlier turns"
+        for number, ids in tqdm(texts, told, len(token_ids), unit="prompt", disable=not token_ids):
             following = render_next_turns(records, [going_on[number]], [ids], encoder)
             fit, left_out = select_fitting_prompts(
                 run, measurement.embeddings_and_output_head, following

@@ -123,10 +123,15 @@ def format_target_change(
     keys = [name for name in find_changed_keys(before, now) if name != "target.dtype"]
     if not keys:
         return None
+    trained_for = recorded.get("name")
+    this = f"{trained_for}, not {target.name}"
+    remedy = f"set target.path={trained_for}, or train the head further"
+    if trained_for == target.name:
+        this, remedy = f"{target.name} as it was", "train the head further"
     return (
-        f"{key}={path}: trained for another target ({format_changes(before, now, keys)}), so fewer "
-        "draft tokens may be accepted; train it further (docs/data.md, A target that has "
-        "changed)"
+        f"{key}={path}: trained for another target ({this}), so fewer draft tokens may be "
+        f"accepted; {remedy} (docs/data.md, A target that has changed). What differs: "
+        f"{format_changes(before, now, keys)}"
     )
 
 

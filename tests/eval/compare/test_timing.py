@@ -47,9 +47,14 @@ BENCH = Measurement(None, [], [prompt("a", 1), prompt("a", 2), prompt("b", 3)], 
 SEEDS = [17, 33, 49]  # of the three prompts: 16 per dialogue, 1 per turn
 
 
-def test_methods_take_turns_after_warm_ups_on_the_first_prompt() -> None:
+def test_methods_take_turns_after_warm_ups_on_the_first_prompt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     machine = Machine("vanilla", "tree")
     found = measure_methods(BENCH, SpeedupRun(num_warmups=2, num_repeats=2), machine.methods)
+    said = capsys.readouterr().err
+    assert "warming up: 100%" in said and "| 4/4 " in said
+    assert "decoding: 100%" in said and "| 12/12 " in said
     warm, timed = machine.calls[:4], machine.calls[4:]
     assert sorted(warm) == [("tree", SEEDS[:1], 1)] * 2 + [("vanilla", SEEDS[:1], 1)] * 2
     rounds = [timed[place : place + 2] for place in range(0, 12, 2)]

@@ -82,8 +82,10 @@ def test_tau_is_known_before_the_first_step_of_what_goes_on(
 
 
 WORDS = re.compile(
-    r"head: trained for another target \(target\.weights was \w{12}, is \w{12}\), "
-    "so fewer draft tokens may be accepted; train it further"
+    r"head: trained for another target \((\S+), not (\S+)\), so fewer draft tokens may be "
+    r"accepted; set target\.path=\1, or train the head further \(docs/data\.md, A target that "
+    r"has changed\)\. "
+    r"What differs: target\.weights was \w{12}, is \w{12}"
 )
 
 
@@ -96,12 +98,14 @@ def test_a_head_of_another_target_is_told_of(
     assert WORDS.search(capsys.readouterr().out)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["hello"]}) + "\n")
     run = AcceptanceRun(
-        target=TargetConfig(path=str(inputs / "changed")), num_turns=1, max_new_tokens=4,
+        target=TargetConfig(path=str(inputs / "changed")), num_turns=2, max_new_tokens=4,
         data=DataConfig(path=str(tmp_path / "prompts.jsonl")), head=HeadRef(f"{head}/head"),
         out_dir=str(tmp_path / "out"),
     )  # fmt: skip
     acceptance.main(run)
-    assert WORDS.search(" ".join(capsys.readouterr().err.split()))
+    said = capsys.readouterr().err
+    assert WORDS.search(" ".join(said.split()))
+    assert "0prompt" not in said  # a bar of later turns that no dialogue has
     same = replace(run.target, path=str(inputs / "target"))
     acceptance.main(replace(run, target=same, out_dir=str(tmp_path / "again")))
     assert "was trained for" not in capsys.readouterr().err
@@ -120,6 +124,11 @@ def test_a_head_from_a_store_knows_the_target_that_was_captured(
         identity = identify_target(where, load_config_and_tokenizer(where)[1], torch.float32)
         assert (format_target_change("head.path", str(found), None, identity) is not None) == told
     noted = json.loads((found / "headsmith.json").read_text())
+    noted["target_identity"]["name"] = identity.name
+    (found / "headsmith.json").write_text(json.dumps(noted))
+    said = format_target_change("head.path", str(found), None, identity)
+    assert f"({identity.name} as it was), so fewer" in str(said)
+    assert "; train the head further (docs/data.md" in str(said)
     del noted["target_identity"]
     (found / "headsmith.json").write_text(json.dumps(noted))
     assert format_target_change("head.path", str(found), None, identity) is None
