@@ -222,7 +222,7 @@ def test_its_export_is_verified_and_published(
     assert f"play {out}" in capsys.readouterr().out
     with pytest.raises(InputError, match="vLLM loads no toys; allowed for this head: original"):
         export.main(replace(run, format=ExportFormat.vllm, out_dir=str(tmp_path / "vllm")))
-    upload(head.parent, repo_id="me/toy", exports=[str(out)])
+    upload(head.parent, repo_id="me/toy", base_model="me/chat", exports=[str(out)])
     files = hub.repos["me/toy"].files("main") or {}
     assert files[WEIGHTS] == (head / WEIGHTS).read_bytes()
     assert b"Toy" in files["README.md"]

@@ -163,6 +163,7 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
         "target.path": setting["target"],
         "head.path": setting["head"],
         "format": "vllm",
+        "dtype": "float32",
         "out_dir": f"{Path(setting['head']).parent}-vllm",
     }
     assert result["baselines"] == ["vanilla", "generate"]
