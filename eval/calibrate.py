@@ -259,6 +259,7 @@ def main(config: CalibrateRun) -> None:
         result["measured"] = decode_with_drafters(others, config, drafters, journal)
     console = Console()
     print_calibration(result, console)
+    console.print(f"calibrated on {len(halves[0])} prompts, checked on {len(halves[1])} others")
     path = write_result(config, "calibrate.json", result, measurement)
     plot_calibration(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")

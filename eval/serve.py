@@ -257,7 +257,8 @@ def print_serve_result(result: dict[str, Any], console: Console) -> None:
     if texts is not None:
         print_acceptance_lengths(served["acceptance_length"], console, engine)
         console.print(
-            f"1 + accepted / drafts: 95% interval {format_interval(served['per_draft_ci95'], 3)}"
+            f"1 + accepted / drafts: 95% interval {format_interval(served['per_draft_ci95'], 3)}, "
+            f"{texts['num_texts']} prompts"
         )
         pooled = {count: means["pooled"] for count, means in replayed["acceptance_length"].items()}
         console.print(

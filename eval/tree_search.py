@@ -330,6 +330,7 @@ def main(config: TreeSearchRun) -> None:
     }
     console = Console()
     print_tree_search(result, console)
+    console.print(f"searched on {len(first_half)} prompts, checked on {len(second_half)} others")
     if advice is not None:
         advice.print_advice(console)
     path = write_result(config, "tree_search.json", result, measurement)

@@ -9,7 +9,9 @@ from eval.measure.acceptance_stats import (
     compute_acceptance_lengths,
     compute_per_position,
     compute_tau_interval,
+    count_dialogues,
     format_interval,
+    format_shown_interval,
     select_tree_figures,
     summarise_acceptance,
     tau,
@@ -138,3 +140,10 @@ def test_a_result_tells_of_its_one_tree(kind: str) -> None:
 def test_nothing_to_verify_is_one_token_per_pass() -> None:
     assert tau([PromptSteps("a", [])]) == 1.0
     assert compute_per_position([PromptSteps("a", [])], 2) == [0.0, 0.0]
+
+
+def test_an_interval_of_few_dialogues_is_not_shown() -> None:
+    assert format_shown_interval((1.1, 1.1), 7) == "few"
+    assert format_shown_interval((1.1, 1.25), 8) == "1.10-1.25"
+    assert format_shown_interval(None, 1) == "-"
+    assert count_dialogues([{"dialogue": 3}, {"dialogue": 3}, {"dialogue": 4}]) == 2
