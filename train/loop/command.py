@@ -25,7 +25,9 @@ from conf.settings.training import Optimizer, Schedule, TrainConfig, TrainRun
 from data.features.store_reader import FeatureStore, TrainingData
 from data.prepared.packing import PackedDataset
 from data.servers.http_client import Endpoint
+from eval.measure.acceptance_stats import FEWEST_DIALOGUES
 from eval.measure.data_statement import DataStatement, format_setting_changes
+from eval.measure.verdict import WEAK_TAU
 from eval.preflight_checks import check_run_folder, check_training
 from heads.draft_head import DraftHead
 from heads.export.writer import list_serving_warnings
@@ -66,11 +68,6 @@ NEEDED_TOKENS = {
     500_000_000: "of the usual advice (500,000 conversations)",
 }
 """Tokens that heads need, in conversations of 1,000 tokens; see docs/training.md."""
-WORTHWHILE_TAU = 1.5
-"""tau of a chain from which a head is worth more than suffixes: a chain with a tau of 1.41 was 1.16
-times as fast as the target alone, suffixes 1.26 times (docs/results/speedup.md)."""
-MIN_JUDGED_PROMPTS = 8
-"""Prompts below which nothing is said about a head."""
 Build = Callable[[Any, Any], tuple[Any, list[str]]]
 """Function from the target (`EmbeddingsAndOutputHead` beside a feature store) and the training data
 to the objective and the lines to print about it."""
@@ -512,23 +509,23 @@ def format_verdict(evaluation: Mapping[str, float], num_tokens: int) -> str:
     if not basis:
         why = "held no prompt" if evaluation else "failed"
         judged = f"not to be published unmeasured, as the last evaluation {why}"
-    elif figures[NUM_PROMPTS] < MIN_JUDGED_PROMPTS or low is None or high is None:
+    elif figures[NUM_PROMPTS] < FEWEST_DIALOGUES or low is None or high is None:
         judged = (
-            f"not to be published yet, as {tau} rests on {basis}; at least {MIN_JUDGED_PROMPTS} "
+            f"not to be published yet, as {tau} rests on {basis}; at least {FEWEST_DIALOGUES} "
             "are needed to judge a head"
         )
-    elif high < WORTHWHILE_TAU:
+    elif high < WEAK_TAU:
         judged = (
-            f"not to be published, as {tau} ({basis}) lies below {WORTHWHILE_TAU}, where suffixes, "
+            f"not to be published, as {tau} ({basis}) lies below {WEAK_TAU}, where suffixes, "
             "which need no training, save as much"
         )
-    elif low < WORTHWHILE_TAU:
+    elif low < WEAK_TAU:
         judged = (
-            f"undecided, as the interval of {tau} ({basis}) holds {WORTHWHILE_TAU}, up to which "
+            f"undecided, as the interval of {tau} ({basis}) holds {WEAK_TAU}, up to which "
             "suffixes, which need no training, save as much"
         )
     else:
-        judged = f"worth measuring, as {tau} ({basis}) lies above {WORTHWHILE_TAU}"
+        judged = f"worth measuring, as {tau} ({basis}) lies above {WEAK_TAU}"
     needed, purpose = next(iter(NEEDED_TOKENS.items()))
     if num_tokens >= needed:
         return judged
