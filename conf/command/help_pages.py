@@ -293,8 +293,10 @@ def check_setting_exists(schema: type[Any], key: str, value: str | None = None) 
     scripts = [
         script for script, other in _iter_command_schemas() if key in _iter_setting_names(other)
     ]
-    meant = _find_meant_names(key, names)
-    if meant and not ("." in key and scripts):
+    # This command may have the setting under another name.
+    own = [name for name in names if OTHER_NAMES.get(name) == key]
+    meant = own or _find_meant_names(key, names)
+    if own or (meant and not ("." in key and scripts)):
         hint = "; type " + " or ".join(f"{name}={value or 'VALUE'}" for name in meant)
     elif scripts:
         others = f" and {len(scripts) - MOST_SCRIPTS} more" if scripts[MOST_SCRIPTS:] else ""

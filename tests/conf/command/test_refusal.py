@@ -117,6 +117,7 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
     ("typed", "message"),
     [
         ("train/medusa.py lr=1e-4", "lr: this command has no such setting; type train.learning"),
+        ("scripts/push.py target.path=me/x", "has no such setting; type base_model=me/x"),
         ("train/medusa.py train.lr=1e-4", "has no such setting; type train.learning_rate=1e-4"),
         ("train/medusa.py +optimizer.lr=3", "has no such setting; type train.learning_rate=3"),
         ("train/medusa.py batch_size=2", "has no such setting; type train.batch_size=2"),
@@ -130,8 +131,8 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
             "has no such setting; type data.path=x or head.path=x or target.path=x",
         ),
         (
-            "scripts/push.py target.path=x",
-            "target.path: this command has no such setting; train/dflash.py, train/dflash2.py, "
+            "scripts/push.py target.dtype=x",
+            "target.dtype: this command has no such setting; train/dflash.py, train/dflash2.py, "
             "train/dspark.py, train/eagle.py and 18 more have it",
         ),
         ("train/medusa.py target=me/x", "target=me/x: target is a section of settings; type targe"),
