@@ -95,9 +95,9 @@ def check_measurement(run: MeasureRun, result: str) -> None:
             "head.path is unset: this command needs a head; type a folder with a trained head, or "
             "a Hub id"
         )
-    adopt_head_target(run)
     if (Path(run.out_dir) / result).exists():
         raise InputError(f"out_dir={run.out_dir}: already holds {result}; choose another folder")
+    adopt_head_target(run)
     check_inputs(run)
 
 

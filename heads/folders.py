@@ -122,7 +122,8 @@ def check_head_files(
         return
     head_config = _load_local_config(key, head.path, head.revision, "config.json")
     folder = find_local_path(key, head.path)
-    if head_config is not None and folder is not None and _is_whole_model(head_config, folder):
+    is_model = head_config and folder is not None and _is_whole_model(head_config, folder)
+    if is_model and key != "draft.path":  # a draft model is a whole one
         raise InputError(
             f"{key}={head.path}: a whole model, give it as target.path={head.path}, and a head "
             f"that drafts for it as {key}"

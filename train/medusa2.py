@@ -30,11 +30,13 @@ from torch import Tensor, nn
 
 from conf.command.clock import label_part
 from conf.errors import InputError
+from conf.settings.export import ExportFormat
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
 from eval.measure.target_answers import LocalAnswerSource
+from heads.draft_head import ExportPlan
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import WEIGHTS, Adapter
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -83,6 +85,15 @@ class AdaptedMedusa(nn.Module):
     ) -> Tensor:
         """Compute the heads' candidates, see `MedusaHead.compute_candidates`."""
         return self.heads.compute_candidates(output, token_ids, first, depth, width)
+
+    @property
+    def title(self) -> str:
+        """Return the heads' title, see `DraftHead.title`."""
+        return self.heads.title
+
+    def plan_export(self, engine: ExportFormat) -> ExportPlan:
+        """Plan the heads' export, see `DraftHead.plan_export`."""
+        return self.heads.plan_export(engine)
 
     def find_output_heads(self) -> list[Tensor]:
         """Find the heads' output heads, see `DraftHead.find_output_heads`."""

@@ -308,7 +308,7 @@ def test_a_target_without_a_layer_is_named(tmp_path: Path, action: MtpAction) ->
     (gone / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(InputError, match=rf"^target\.path={gone}: config\.json names 1 MTP layers"):
         run(action, gone, tmp_path / "out")
-    with pytest.raises(InputError, match=rf"^head\.path={plain}: has no MTP layer"):
+    with pytest.raises(InputError, match=rf"^head\.path={plain}: a whole model, give it as"):
         run(MtpAction.stitch, gone, tmp_path / "out", plain)
 
 
