@@ -134,6 +134,7 @@ class HeadFacts:
         vllm_problem: why vLLM cannot load the head, and which head it loads.
         vllm_settings: further speculation settings of vLLM.
         copied: weights that the head copies from the target, in words.
+        last_vllm_version: last version of vLLM that loads the head; empty if the newest does.
     """
 
     tag: str
@@ -146,6 +147,7 @@ class HeadFacts:
     vllm_problem: str
     vllm_settings: dict[str, bool] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
+    last_vllm_version: str = ""
 
 
 class DraftHead(nn.Module, ABC):

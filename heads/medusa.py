@@ -319,6 +319,7 @@ class MedusaHead(MedusaNetwork):
             vllm_method="medusa" if self.vocab.is_full else None,
             vllm_problem=TOKEN_MAP_PROBLEM,
             copied=["output layers that started as copies of its own"],
+            last_vllm_version=LAST_VERSIONS[ExportFormat.vllm],
         )
 
 

@@ -309,7 +309,8 @@ def _format_usage(facts: CardFacts) -> str:
             head.vllm_method, head.num_draft_tokens, facts.target or "TARGET", facts.repo_id,
             **head.vllm_settings,
         )  # fmt: skip
-        serve = f"Serve with vLLM:\n\n```\n{command}\n```"
+        last = f" up to version {head.last_vllm_version}" if head.last_vllm_version else ""
+        serve = f"Serve with vLLM{last}:\n\n```\n{command}\n```"
     return (
         "## Use\n\n"
         "Evaluate on your own prompts, with Headsmith:\n\n"

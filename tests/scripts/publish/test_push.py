@@ -223,6 +223,7 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         "| head.labels | hard |",
         "| seed | 3 |",
         "python eval/acceptance.py head.path=me/qwen-medusa target.path=Qwen/Qwen3-8B",
+        "Serve with vLLM up to version 0.32:\n\n```\n"
         "vllm serve Qwen/Qwen3-8B --speculative-config '"
         '{"method": "medusa", "model": "me/qwen-medusa", "num_speculative_tokens": 2}\'',
     ):

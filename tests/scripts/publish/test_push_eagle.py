@@ -86,7 +86,7 @@ def test_card_of_eagle3_with_a_reduced_vocabulary(tmp_path: Path) -> None:
         "| head.step_decay | 0.8 |",
         "| head.fc_bias | False |",
         "python eval/acceptance.py head.path=me/qwen-eagle target.path=Qwen/Qwen3-8B",
-        "vllm serve Qwen/Qwen3-8B --speculative-config '"
+        "Serve with vLLM:\n\n```\nvllm serve Qwen/Qwen3-8B --speculative-config '"
         '{"method": "eagle3", "model": "me/qwen-eagle", "num_speculative_tokens": 2}\'',
     )
     for key in ("head.path |", "head.revision", "head.layers", "Medusa"):
