@@ -48,6 +48,8 @@ def writing(out_dir: Path) -> bool:
     """Tells that something is being written."""
     # Folders that vanish meanwhile end no walk.
     names = (name for _, folders, files in os.walk(out_dir) for name in (*folders, *files))
+    # A dead owner's lock goes aside at every start, long before anything is written.
+    names = (name for name in names if not name.startswith(".lock"))
     return any(name.startswith(".writing-") or name.endswith(".tmp") for name in names)
 
 

@@ -34,7 +34,13 @@ from torch import Tensor
 
 from conf.command.run_record import check_unchanged, flatten_settings, to_json
 from conf.errors import InputError
-from conf.files import SAFETENSORS_SUFFIX, compute_file_checksum, retry_io, write_atomically
+from conf.files import (
+    LOCK_NAME,
+    SAFETENSORS_SUFFIX,
+    compute_file_checksum,
+    retry_io,
+    write_atomically,
+)
 from conf.settings.data import Form, StateFormat, TeacherKind
 from data.prepared.prepare import DataReport
 
@@ -211,9 +217,9 @@ class StorePlan:
                 f"out_dir={folder} holds a capture", before, flatten_settings(self.to_json())
             )
             return
-        # A capture may have been killed while writing its plan.
-        allowed = {".lock", f"{PLAN}.tmp"}
-        if folder.is_dir() and any(path.name not in allowed for path in folder.iterdir()):
+        # A capture may have been killed while it wrote its plan or put a dead one's lock aside.
+        allowed = (LOCK_NAME, f"{PLAN}.tmp")
+        if folder.is_dir() and any(not p.name.startswith(allowed) for p in folder.iterdir()):
             raise InputError(
                 f"out_dir={folder}: is not empty and holds no capture to continue; name another "
                 "folder"

@@ -123,7 +123,7 @@ def claim_folder(config: ContestRun, out_dir: Path) -> None:
         before = json.loads(path.read_text())
         check_unchanged(f"out_dir={out_dir} holds a contest", before, now)
         return
-    if any(each.name != ".lock" for each in out_dir.iterdir()):
+    if any(not each.name.startswith(LOCK_NAME) for each in out_dir.iterdir()):
         raise InputError(
             f"out_dir={out_dir}: is not empty and holds no contest; name another folder"
         )

@@ -364,7 +364,11 @@ def test_what_was_killed_before_it_had_a_plan_is_begun_again(
     whole: Path, inputs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "capture.json.tmp").write_text('{"vers')
-    assert files(captured(inputs, tmp_path)) == files(whole)
+    lock = tmp_path / ".lock.0a1b.tmp"
+    lock.touch()
+    store = captured(inputs, tmp_path)
+    lock.unlink()
+    assert files(store) == files(whole)
 
 
 def test_a_folder_of_something_else_is_refused(inputs: Path, tmp_path: Path) -> None:
