@@ -185,8 +185,12 @@ class LockOwner:
 class HeldLock:
     """Lock that this process holds until `release`, or until its end.
 
-    A thread moves the file's time stamp, so that other machines see that the owner lives. After
-    `STALE_S` without a sign of life another machine takes the lock over.
+    A thread moves the file's time stamp every `BEAT_S` seconds, so that other machines see that the
+    owner lives. After `STALE_S` seconds without a sign of life another machine takes the lock over.
+
+    Args:
+        path: the lock file, which this process has written.
+        text: its content, which names host and process.
     """
 
     def __init__(self, path: Path, text: str) -> None:

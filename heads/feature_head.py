@@ -137,9 +137,13 @@ class FeatureHead(DraftHead):
 def tie_output_head(settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Add the output head that a config ties to the head's own embedding, as engines do, in place.
 
+    The key is transformers'. A head with a smaller draft vocabulary has rows for other ids, so its
+    output head is never tied.
+
     Args:
         settings: content of `config.json`.
-        tensors: tensors by their names in the head.
+        tensors: tensors by their names in the head; `embed_tokens.weight`, [V, D], is copied to
+            `lm_head.weight` unless that is there.
     """
     embedding = tensors.get("embed_tokens.weight")
     if settings.get("tie_word_embeddings") and embedding is not None and "d2t" not in tensors:
