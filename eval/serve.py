@@ -37,7 +37,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from conf.command.jsonl_store import JsonlStore
-from conf.command.run_record import collect_changed_settings
+from conf.command.run_record import collect_changed_settings, is_embedded_path
 from conf.errors import InputError
 from data.servers.http_client import Endpoint
 from data.servers.serving_engines import DraftCounts, ServingEngine
@@ -128,6 +128,9 @@ def main(config: ServeRun) -> None:
     if (verdict := judge_serving(result, dialogues)) is not None:
         head = collect_changed_settings(config, "head")
         publish = {**head, "repo_id": "me/head", "dry_run": True} if head else None
+        target = measurement.embeddings_and_output_head.name
+        if publish and Path(target).exists() and not is_embedded_path(target):
+            publish["base_model"] = "owner/name"
         print_verdict("serve", verdict, config, publish)
 
 

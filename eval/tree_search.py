@@ -30,7 +30,7 @@ from rich.table import Table
 from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.errors import InputError
 from eval.compare.halves import decode_with_drafters, open_split_measurement
-from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.measure.acceptance_stats import FEWEST_DIALOGUES, PromptSteps, tau
 from eval.measure.measured_head import SHAPE_FILE, write_beside_head
 from eval.measure.measurement import Measurement, write_result
 from eval.report.plots import plot_tree_search
@@ -287,6 +287,30 @@ def print_tree_search(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def judge_tree(result: dict[str, Any], num_dialogues: int) -> str:
+    """Say from real decoding whether the found shape pays; from a replay where none was timed.
+
+    Args:
+        result: content of `tree_search.json`.
+        num_dialogues: dialogues that the shapes were checked on.
+    """
+    default, found = result["default"], result["found"]
+    way = "simulated" if result["measured"] is None else "measured"
+    gain, speedup = result[f"{way}_gain"], found[f"{way}_speedup"]
+    plural = "" if num_dialogues == 1 else "s"
+    figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
+    figure += f" ({way}, {num_dialogues} other dialogue{plural})"
+    if num_dialogues < FEWEST_DIALOGUES:
+        return f"Too few prompts to judge this shape: {figure}."
+    if speedup <= 1:
+        return f"No shape makes drafts of this head pay here: {figure}."
+    if all(found.get(key) == default.get(key) for key in ("tree", "dynamic_tree")):
+        return f"No shape is better than the default: {figure}."
+    if gain <= 1:
+        return f"The found shape is no faster than the default, keep that: {figure}."
+    return f"The found shape is faster than the default: {figure}."
+
+
 def _format_figure(figure: float | None) -> str:
     return "-" if figure is None else f"{figure:.3f}"
 
@@ -345,6 +369,8 @@ def main(config: TreeSearchRun) -> None:
         }
         path = write_beside_head(measurement.head, SHAPE_FILE, content, Path(config.out_dir))
         console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
+    dialogues = {measurement.prompts[number].dialogue for number in second_half}
+    print(f"\n{judge_tree(result, len(dialogues))}")  # noqa: T201
     # On other prompts, as the prompts of the search would flatter its result.
     same = collect_changed_settings(config, "head", "target")
     print_next_command(

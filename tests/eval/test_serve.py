@@ -18,9 +18,11 @@ from data.servers import http_client as endpoint_module
 from eval import serve
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import compute_accepted_lengths, rank_candidates
+from eval.measure.verdict import Outcome, Verdict
 from eval.serving import server_check as check
 from heads.decoding.tree import Tree
 from heads.target_model.load import load_target
+from tests.conf.command.test_following import pasted
 from tests.servers import LLAMACPP_METRICS, Answers, DraftServer
 
 DEPTH, NUM_TOKENS = 3, 24
@@ -295,6 +297,18 @@ def test_requests_in_flight_are_timed_beside_a_server_without_drafts(
     if kind == "sglang":  # emptied before each pass, warm-ups included
         assert (server.num_flushed, base.num_flushed) == (6, 6)
     assert (tmp_path / "serve.png").exists()
+
+
+def test_the_next_push_asks_for_the_hub_id_of_a_target_in_a_folder(
+    setting, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    worth = Verdict(Outcome.worth, "It pays.")
+    monkeypatch.setattr(serve, "judge_serving", lambda result, num_dialogues: worth)
+    with serving("vllm", setting["answers"]) as server:
+        measured(setting, server, tmp_path)
+    script, push = pasted(capsys.readouterr().out)
+    assert (script, push.head.path) == ("scripts/push.py", setting["head"])
+    assert (push.base_model, push.dry_run) == ("owner/name", True)
 
 
 def test_vllm_remembers_nothing_from_one_pass_to_the_next(setting, tmp_path: Path) -> None:

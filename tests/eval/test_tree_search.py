@@ -274,7 +274,10 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
 ) -> None:
     head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
     result = searched(setting, head, tmp_path / "s")
-    script, speedup = pasted(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "Too few prompts to judge this shape: " in out
+    assert "(measured, 2 other dialogues)." in out
+    script, speedup = pasted(out)
     assert (script, speedup.head.path) == ("eval/speedup.py", str(head))
     assert speedup.data.path == following.PROMPTS_PLACEHOLDER  # others
     kind = "tree" if family == "medusa" else "dynamic_tree"
@@ -310,6 +313,29 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
     used = json.loads((tmp_path / "a/acceptance.json").read_text())["tree"]
     expected = stored[kind]
     assert used == (list(Tree.from_paths(expected).parents) if family == "medusa" else expected)
+
+
+@pytest.mark.parametrize(
+    ("gain", "speedup", "found", "dialogues", "sentence"),
+    [
+        (1.2, 1.5, [[0]], 7, "Too few prompts to judge this shape: "),
+        (1.2, 0.9, [[0]], 8, "No shape makes drafts of this head pay here: "),
+        (1.0, 1.5, [[1]], 8, "No shape is better than the default: "),
+        (0.9, 1.5, [[0]], 8, "The found shape is no faster than the default, keep that: "),
+        (1.2, 1.5, [[0]], 8, "The found shape is faster than the default: "),
+    ],
+)
+def test_the_verdict_follows_the_figures(gain, speedup, found, dialogues, sentence) -> None:
+    rows = {
+        "default": {"tree": [[1]]},
+        "found": {"tree": found, "measured_speedup": speedup, "simulated_speedup": speedup},
+    }
+    result = {**rows, "measured": {}, "measured_gain": gain, "simulated_gain": gain}
+    figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
+    said = f"{sentence}{figure} (measured, {dialogues} other dialogues)."
+    assert tree_search.judge_tree(result, dialogues) == said
+    replayed = tree_search.judge_tree(result | {"measured": None}, dialogues)
+    assert replayed == said.replace("measured", "simulated")
 
 
 def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -> None:
