@@ -49,7 +49,7 @@ METHODS = {
     "self_draft.skip",
 }
 """Methods without a head, with a description or their needs."""
-OF_HEADS = ("chain", "tree", "suffix", "cut", "typical")
+OF_HEADS = ("chain", "tree", "suffix", "typical")
 """Ways of a head to draft, after the kind of head, as in `medusa_tree`."""
 CONDITIONS_FILE = "conditions.json"
 CHANGEABLE = (
@@ -212,10 +212,6 @@ def list_methods() -> dict[str, str]:
     of_heads: dict[str, str] = {}
     for name, kind in HEADS.items():
         of_heads |= {f"{name}_{way}": kind.name_with_article for way in ("chain", "tree", "suffix")}
-        of_heads[f"{name}_cut"] = (
-            f"{kind.name_with_article} calibrated by eval/calibrate.py on this machine, at this "
-            "depth"
-        )
         if kind.has_static_tree:
             of_heads[f"{name}_typical"] = f"{kind.name_with_article}; temperature above 0; lossy"
     return METHODS | of_heads

@@ -14,13 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.settings.measure import TreeSearchRun
-from eval.preflight_checks import check_measurement
+from eval.preflight_checks import VANILLA, check_measurement
 
 CHECK = partial(check_measurement, result="tree_search.json")
 COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,10 +30,14 @@ from rich.table import Table
 
 from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.errors import InputError
-from eval.compare.halves import decode_with_drafters, open_split_measurement
+from conf.settings.measure import SpeedupRun
+from eval.compare.methods import Method
+from eval.compare.speedup_stats import summarise_speedup
+from eval.compare.timing import measure_methods
+from eval.decode.engine import Generation, NoDraft, decode_batch
 from eval.measure.acceptance_stats import FEWEST_DIALOGUES, PromptSteps, tau
-from eval.measure.measured_head import SHAPE_FILE, write_beside_head
-from eval.measure.measurement import Measurement, write_result
+from eval.measure.measured_head import MeasuredHead, store_shape
+from eval.measure.measurement import Measurement, join_processes, open_measurement, write_result
 from eval.report.plots import plot_tree_search
 from eval.tune.batch_size_advice import Advice, estimate_advice, measure_advice
 from eval.tune.step_costs import (
@@ -48,6 +53,7 @@ from eval.tune.tree_acceptance import (
     build_widest_tree,
     compute_node_values,
 )
+from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import (
     DraftShape,
@@ -268,6 +274,68 @@ def build_report(
     return result
 
 
+def open_split_measurement(
+    config: TreeSearchRun,
+) -> tuple[Measurement, Measurement, Measurement]:
+    """Open a measurement in one process, and halve its prompts: for searching, and for checking.
+
+    Dialogues are divided, not prompts, as a second turn includes the first.
+
+    Raises:
+        InputError: several processes, or too few prompts.
+    """
+    num_processes = join_processes().num_processes
+    if num_processes > 1:
+        raise InputError(
+            f"{num_processes} processes: times are measured by one process; start a single one"
+        )
+    measurement = open_measurement(config, "tree_search.json")
+    searched, checked = (
+        replace(measurement, prompts=[p for p in measurement.prompts if p.dialogue % 2 == odd])
+        for odd in (0, 1)
+    )
+    if not checked.prompts:
+        raise InputError(
+            "data.num_prompts=1: searching and checking need one prompt each; set "
+            "data.num_prompts=2 or more"
+        )
+    return measurement, searched, checked
+
+
+def decode_with_shapes(
+    measurement: Measurement, config: TreeSearchRun, shapes: dict[str, DraftShape]
+) -> dict[str, Any]:
+    """Decode with each shape, interleaved with decoding without drafts.
+
+    Args:
+        measurement: measurement with the prompts.
+        config: settings of the command.
+        shapes: shapes of the head's drafts by name.
+
+    Returns:
+        The content of `speedup.json`.
+    """
+
+    def make_method(head: MeasuredHead | None, tree: DraftShape | None) -> Method:
+        def run(
+            ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
+        ) -> list[Generation]:
+            drafter: Drafter = NoDraft()
+            if head is not None:
+                drafter = head.make_drafter("tree", GREEDY, list(seeds))
+            length, sampling = config.max_new_tokens, measurement.sampling
+            return decode_batch(measurement.target, drafter, ids, length, sampling, seeds)
+
+        return Method(run, tree if isinstance(tree, Tree) else None)
+
+    methods = {VANILLA: make_method(None, None)}
+    for name, shape in shapes.items():
+        methods[name] = make_method(replace(measurement.head, tree=shape), shape)
+    settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
+    runs = measure_methods(measurement, settings, methods)
+    return summarise_speedup(measurement, settings, methods, runs)
+
+
 def print_tree_search(result: dict[str, Any], console: Console) -> None:
     """Print the figures of the default and the found shape, and the gain."""
     table = Table(title=f"Speed-up over passes of one token, {result['curve']['device']}")
@@ -318,13 +386,7 @@ def _format_figure(figure: float | None) -> str:
 def main(config: TreeSearchRun) -> None:
     """Search, check, advise, and write the shape, `tree_search.json` and a picture."""
     recorded = None if config.curve is None else load_cost_curve(config.curve)
-    measurement, first_half, second_half = open_split_measurement(
-        config, "tree_search.json", "searching"
-    )
-    searched, checked = (
-        replace(measurement, prompts=[measurement.prompts[number] for number in half])
-        for half in (first_half, second_half)
-    )
+    measurement, searched, checked = open_split_measurement(config)
     texts = replay_target_texts(searched, config)
     context = build_typical_context([p.token_ids for p in searched.prompts], texts.responses)
     costs = measure_shape_costs(measurement, texts, context, recorded)
@@ -336,14 +398,7 @@ def main(config: TreeSearchRun) -> None:
     measured: dict[str, Any] | None = None
     advice: Advice | None = None
     if recorded is None:
-        drafters = {
-            name: (
-                partial(replace(measurement.head, tree=c.shape).make_drafter, "tree", GREEDY),
-                c.shape if isinstance(c.shape, Tree) else None,
-            )
-            for name, c in predicted.items()
-        }
-        measured = decode_with_drafters(checked, config, drafters)
+        measured = decode_with_shapes(checked, config, {n: c.shape for n, c in predicted.items()})
         advice = measure_advice(estimate_advice(searched, config, context), checked, config)
     result = {
         **build_report(predicted, simulated, measured),
@@ -354,7 +409,9 @@ def main(config: TreeSearchRun) -> None:
     }
     console = Console()
     print_tree_search(result, console)
-    console.print(f"searched on {len(first_half)} prompts, checked on {len(second_half)} others")
+    console.print(
+        f"searched on {len(searched.prompts)} prompts, checked on {len(checked.prompts)} others"
+    )
     if advice is not None:
         advice.print_advice(console)
     path = write_result(config, "tree_search.json", result, measurement)
@@ -367,7 +424,7 @@ def main(config: TreeSearchRun) -> None:
             "data": measurement.data["sha256"],
             "tau": best.tau,
         }
-        path = write_beside_head(measurement.head, SHAPE_FILE, content, Path(config.out_dir))
+        path = store_shape(measurement.head, content, Path(config.out_dir))
         console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
     dialogues = {measurement.prompts[number].dialogue for number in second_half}
     print(f"\n{judge_tree(result, len(dialogues))}")  # noqa: T201

@@ -26,7 +26,6 @@ from conf.command.environment import hide_hints
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from heads.decoding.drafting import Drafter
-from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, make_default_tree, make_dynamic_shape
 from heads.folders import (
@@ -281,20 +280,13 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def make_drafter(
-        self,
-        shape: DraftShape,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        calibration: Calibration | None = None,
-    ) -> Drafter:
+    def make_drafter(self, shape: DraftShape, sampling: Sampling, seeds: Sequence[int]) -> Drafter:
         """Make a drafter of the attached head.
 
         Args:
             shape: a chain, or a shape like that of `make_default_shape`.
             sampling: the target's sampling.
             seeds: one seed per text.
-            calibration: calibration by which chains are cut; None leaves chains whole.
         """
 
     def build_files(self) -> HeadFiles:

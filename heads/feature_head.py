@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
 from heads.decoding.drafting import Drafter
-from heads.decoding.head_drafter import Calibration, ChainDrafter, DynamicTreeDrafter
+from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DraftShape, DynamicShape
 from heads.draft_head import UNKNOWN, DraftHead
@@ -92,17 +92,11 @@ class FeatureHead(DraftHead):
             InputError: the head does not fit.
         """
 
-    def make_drafter(
-        self,
-        shape: DraftShape,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        calibration: Calibration | None = None,
-    ) -> Drafter:
+    def make_drafter(self, shape: DraftShape, sampling: Sampling, seeds: Sequence[int]) -> Drafter:
         """Make a drafter: chains sample like the target, and dynamic trees are ranked."""
         if isinstance(shape, DynamicShape):
             return self.tree_drafter(self, shape)
-        return self.chain_drafter(self, shape.depth, sampling, drafter_seeds(seeds), calibration)
+        return self.chain_drafter(self, shape.depth, sampling, drafter_seeds(seeds))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,7 +1,6 @@
 """Medusa heads: K small networks that each predict one later token.
 
-They draft with one forward of all heads, then a static tree of candidates; or a chain that is cut
-where it becomes unlikely, after which later heads do not run.
+They draft with one forward of all heads, then a static tree of candidates.
 
 Source: Medusa, arXiv 2401.10774, section 2.1; file layout of FasterDecoding/Medusa. Files for
 engines are made as their loaders read them: vLLM 0.32 `models/medusa.py`; TensorRT-LLM up to 1.1
@@ -26,7 +25,7 @@ from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from conf.settings.medusa import MedusaConfig
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
-from heads.decoding.head_drafter import Calibration, ChainSampler, HeadDrafter
+from heads.decoding.head_drafter import HeadDrafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, Tree
 from heads.draft_head import DraftHead, ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
@@ -237,18 +236,10 @@ class MedusaHead(MedusaNetwork):
         del vocab, seed
         return cls.from_target(target, settings.num_heads, settings.num_layers)
 
-    def make_drafter(
-        self,
-        shape: DraftShape,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        calibration: Calibration | None = None,
-    ) -> Drafter:
+    def make_drafter(self, shape: DraftShape, sampling: Sampling, seeds: Sequence[int]) -> Drafter:
         """Make a drafter of the attached heads; it ranks candidates and draws nothing."""
         del sampling, seeds
         assert isinstance(shape, Tree)
-        if calibration is not None:
-            return MedusaCut(self, shape.depth, calibration)
         return MedusaDrafter(self, shape)
 
     def build_files(self) -> HeadFiles:
@@ -355,30 +346,6 @@ class MedusaDrafter(HeadDrafter):
         self.slots = self.slots.to(self.hidden.device)
         candidates = self.head.rank_token_ids(self.hidden, self.tree.depth, self.tree.width)
         return Draft.from_tree(self.tree, candidates.transpose(0, 1).flatten(1)[:, self.slots])
-
-
-class MedusaCut(MedusaDrafter):
-    """Drafts a chain of the best candidates, until the chains of all texts are cut.
-
-    Args:
-        head: trained heads on the target's device.
-        depth: largest number of draft tokens.
-        calibration: rule that cuts the chains.
-    """
-
-    def __init__(self, head: MedusaNetwork, depth: int, calibration: Calibration) -> None:
-        super().__init__(head, Tree.make_chain(depth))
-        self.calibration, self.num_static_nodes = calibration, None
-
-    def propose(self, roots: Roots) -> Draft:  # noqa: ARG002
-        """Draft chains of at most `depth` tokens."""
-        assert self.hidden is not None
-        hidden = self.hidden.to(next(self.head.parameters()).dtype)
-        draws = ChainSampler(self.head.vocab, calibration=self.calibration)
-        tokens: list[Tensor] = []
-        while len(tokens) < self.tree.depth and not draws.has_ended:
-            tokens.append(draws.choose_token(self.head.head_logits(len(tokens), hidden)))
-        return draws.make_draft(self.tree, torch.stack(tokens, 1))
 
 
 def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ from scripts.publish.staging import (
 
 PICTURES = ("acceptance.png", "speedup.png")
 # Other files of a folder stay at home, as optimizer states, logs and data.
-OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json", "draft_confidence.json")
+OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json")
 OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf")
 NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 

@@ -54,9 +54,8 @@ Record = dict[str, Any]
 
 MASKED_KEYS = re.compile(
     # Measured times, and what is computed or chosen by them: the faster baseline, shares of the
-    # time, the chains that eval/calibrate.py cuts where a further token costs more than it gains.
+    # time.
     r".*(_per_s|_ms|waiting|seconds|draft_s|speedup|speedup_ci95)|breakdown|efficiency|baseline"
-    r"|costs|cut|shorter|threshold"
     # Of this code or its folder: they change with every commit, or with every name of a module.
     r"|git|prepared|argv"
 )
@@ -88,7 +87,7 @@ MASKED_TEXT = (
 COMMANDS = (
     "train/medusa.py", "train/medusa2.py", "train/eagle.py", "train/peagle.py", "train/dflash.py",
     "train/dflash2.py", "train/dspark.py", "train/mtp.py", "eval/acceptance.py",
-    "eval/speedup.py", "eval/serve.py", "eval/tree_search.py", "eval/calibrate.py",
+    "eval/speedup.py", "eval/serve.py", "eval/tree_search.py",
     "scripts/capture.py", "scripts/compare.py", "scripts/contest/run.py", "scripts/export.py",
     "scripts/merge_adapter.py", "scripts/mtp.py", "scripts/prune.py", "scripts/push.py",
     "scripts/regenerate.py", "scripts/relay.py", "scripts/repair.py", "scripts/show_mask.py",
@@ -640,11 +639,9 @@ eval/speedup.py lookahead.level=1
 eval/speedup.py methods=[draft_chain] target.path={in}/target data.path={in}/prompts.jsonl
 eval/speedup.py methods=[generate_lookup] batch_size=2 target.path={in}/target
 eval/speedup.py head.path={files}/train/medusa/head methods=[medusa_typical] target.path={in}/target
-eval/speedup.py head.path={files}/train/eagle1/head methods=[eagle_cut] target.path={in}/target
 eval/speedup.py self_draft.skip=[9] methods=[skip_layers] target.path={in}/target
 eval/tree_search.py head.path={files}/train/medusa/head top_ks=[2,1]
 eval/tree_search.py head.path={files}/train/medusa/head curve={in}/gone.json
-eval/calibrate.py head.path={files}/train/medusa/head num_repeats=0
 eval/serve.py endpoint=http://localhost:1 tolerance=1
 eval/serve.py target.path={in}/target
 scripts/capture.py layers=[] teacher=top_k
@@ -755,18 +752,12 @@ def evaluate(checkout: Checkout) -> None:
         },
         timed=True,
     )
-    for name in ("medusa", "eagle3_1"):  # both commands write beside the head
+    for name in ("medusa", "eagle3_1"):  # the command writes beside the head
         head = checkout.files(f"{name}-head")
         shutil.copytree(checkout.files(f"{name}", "train") / "head", head, dirs_exist_ok=True)
         on = f"head.path={head} {PROMPTS} data.num_prompts=4 num_repeats=1 out_dir={{out}}"
         search = "max_nodes=8 top_ks=[1,2] batch_sizes=[1,2] curve={in}/curve.json"
-        checkout.run(
-            {
-                f"search-{name}": f"eval/tree_search.py {on} {search}",
-                f"calibrate-{name}": f"eval/calibrate.py {on} depth=2",
-            },
-            timed=True,
-        )
+        checkout.run({f"search-{name}": f"eval/tree_search.py {on} {search}"}, timed=True)
 
 
 def api_answers(api: Any, out: str, path: str, heads: str) -> None:

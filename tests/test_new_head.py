@@ -1,7 +1,6 @@
 """A kind of head that the project does not know joins by a line of the table, and by that alone."""
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 from inspect import isfunction
@@ -22,16 +21,15 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
-from conf.settings.measure import AcceptanceRun, CalibrateRun, Mode, SpeedupRun
+from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from conf.settings.scripts import PruneRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import Schedule, TrainConfig
-from eval import acceptance, calibrate, speedup
+from eval import acceptance, speedup
 from eval.decode.engine import Request, decode, decode_many
 from eval.parity import readers
 from eval.parity.parity_check import check_parity
 from eval.preflight_checks import list_methods
-from eval.tune import step_costs as cost
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter, Roots
 from heads.decoding.head_drafter import HeadDrafter
@@ -197,20 +195,6 @@ def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_
     result = json.loads((tmp_path / "speedup.json").read_text())
     assert {"toy_chain", "toy_tree", "prompt_lookup"} <= result["methods"].keys()
     assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
-
-
-@pytest.mark.slow
-def test_it_is_calibrated_and_cut(inputs: Path, head: Path, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
-    own = Path(shutil.copytree(head, tmp_path / "head"))
-    calibrate.main(CalibrateRun(**measuring(inputs, own, tmp_path / "c"), num_repeats=1))
-    run = SpeedupRun(
-        **measuring(inputs, own, tmp_path / "s"), methods="toy_cut", num_repeats=1, num_warmups=0
-    )
-    speedup.main(run)
-    result = json.loads((tmp_path / "s/speedup.json").read_text())
-    assert result["lossless"]["num_equal"] == 3
-    assert "toy_cut" in result["methods"]
 
 
 def test_its_export_is_verified_and_published(

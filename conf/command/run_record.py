@@ -243,7 +243,6 @@ NEXT_COMMANDS = {
     "train": NextCommand("eval/acceptance.py", "measure how many drafts the target accepts"),
     "acceptance": NextCommand("eval/speedup.py", "measure the seconds that these drafts save"),
     "tree_search": NextCommand("eval/speedup.py", "measure the seconds that this tree saves"),
-    "calibrate": NextCommand("eval/speedup.py", "measure the seconds that cut chains save"),
     "speedup": NextCommand("scripts/export.py", "write the head for the engine that serves it"),
     "export": NextCommand(
         "eval/serve.py", "once the server answers, check its drafts and measure it"

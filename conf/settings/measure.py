@@ -160,7 +160,7 @@ class SpeedupRun(DecodingSettings, MeasureRun):
     """A method, a list of methods, or `all`. Without a head: `prompt_lookup`, `ngram`, `suffix`,
     `recycling`, `lookahead`, `early_exit`, `skip_layers`, `generate_lookup`; with `draft.path`:
     `draft_chain`, `draft_tree`, `generate_assisted`. Of a head: its kind with `_chain`, `_tree`,
-    `_suffix`, `_cut` or `_typical`, such as `eagle_tree`. The baselines `vanilla` and `generate`
+    `_suffix` or `_typical`, such as `eagle_tree`. The baselines `vanilla` and `generate`
     always run."""
     heads: list[str] = field(default_factory=list)
     """Further heads to compare: folders or Hub ids."""
@@ -274,16 +274,3 @@ class TreeSearchRun(AnswerSettings, OutputSettings, MeasureRun):
             values = getattr(self, name)
             if not values or min(values) <= 0 or sorted(set(values)) != list(values):
                 raise InputError(f"{name}={values}: must be numbers above 0, in rising order")
-
-
-@dataclass
-class CalibrateRun(SamplingSettings, AnswerSettings, ChainSettings, OutputSettings, MeasureRun):
-    """`eval/calibrate.py`."""
-
-    num_repeats: int = 3
-    """Timed passes over the second half of the prompts, which checks the choice."""
-    out_dir: str = "outputs/calibrate"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("", self, "num_repeats")

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -211,7 +211,7 @@ class MethodBuilder:
             family = head.kind
             counts[family] += 1
             number = f"_{counts[family]}" if counts[family] > 1 else ""
-            for shape in ("chain", "tree", *(["cut"] if head.calibration else [])):
+            for shape in ("chain", "tree"):
                 makers[f"{family}_{shape}{number}"] = partial(self._build_head_method, head, shape)
             makers[f"{family}_suffix{number}"] = partial(self._build_hybrid_method, head)
             if HEADS[family].has_static_tree and not self.sampling.is_greedy:
@@ -287,14 +287,10 @@ class MethodBuilder:
 
     def _build_head_method(self, head: MeasuredHead, shape: str) -> Method:
         tree = head.tree if shape == "tree" else head.chain
-        made = self._build_engine_method(
+        return self._build_engine_method(
             lambda seeds: head.make_drafter(shape, self.sampling, seeds),
             tree if isinstance(tree, Tree) else None,
         )
-        if shape != "cut" or head.calibration is None:
-            return made
-        made.settings.update(asdict(head.calibration))
-        return made
 
     def _build_typical_method(self, head: MeasuredHead) -> Method:
         rule = self.config.typical

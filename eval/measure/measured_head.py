@@ -12,7 +12,6 @@ from conf.files import find_local_path, write_atomically
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from heads.decoding.drafting import Drafter
-from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.draft_head import DraftHead, check_depth
@@ -21,8 +20,6 @@ from heads.kinds import find_kind_name, load_head
 
 SHAPE_FILE = "draft_tree.json"
 """File beside the weights of a head: the best tree, from `eval/tree_search.py`."""
-CONFIDENCE_FILE = "draft_confidence.json"
-"""File beside the weights of a head: its calibration, from `eval/calibrate.py`."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,6 @@ class MeasuredHead:
         tree: static tree, or shape of dynamic trees.
         chain: chain of one candidate per depth.
         tree_data_sha256: checksum of the data of the tree search; None without a search.
-        calibration: calibration for cutting the chain; None if there is none for this depth and
-            device.
-        calibrated_on: checksum of the data of the calibration.
     """
 
     path: str
@@ -45,8 +39,6 @@ class MeasuredHead:
     tree: DraftShape
     chain: Tree
     tree_data_sha256: str | None = None
-    calibration: Calibration | None = None
-    calibrated_on: str | None = None
 
     @property
     def kind(self) -> str:
@@ -69,10 +61,7 @@ class MeasuredHead:
         return self.draft_head.max_chain_depth
 
     def make_drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
-        """Make a new drafter, `chain`, `cut` or `tree`, for texts with these seeds."""
-        if shape == "cut":
-            assert self.calibration is not None
-            return self.draft_head.make_drafter(self.chain, sampling, seeds, self.calibration)
+        """Make a new drafter, `chain` or `tree`, for texts with these seeds."""
         chosen = self.tree if shape == "tree" else self.chain
         return self.draft_head.make_drafter(chosen, sampling, seeds)
 
@@ -89,7 +78,7 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
-    stored = _load_beside_head(ref, SHAPE_FILE)
+    stored = _load_stored_shape(ref)
     check_depth(run.depth, head.max_draft_tokens)
     check_depth(run.dynamic_tree.depth, head.max_draft_tokens, "dynamic_tree.depth")
     usual = head.make_default_shape()
@@ -110,19 +99,18 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
                 f"tree: has depth {shape.depth}, but this head allows depths 1..{most}; lower it"
             )
     chain = Tree.make_chain(run.depth or head.default_depth)
-    calibration = _load_calibration(ref, chain.depth)
     searched_on = None if run.tree else stored.get("data")
-    return MeasuredHead(ref.path, head, shape, chain, searched_on, *calibration)
+    return MeasuredHead(ref.path, head, shape, chain, searched_on)
 
 
-def _load_beside_head(ref: HeadRef, name: str) -> dict[str, Any]:
-    """Read a file beside a head; empty if it is missing or of another kind of device.
+def _load_stored_shape(ref: HeadRef) -> dict[str, Any]:
+    """Read the shape beside a head; empty if it is missing or of another kind of device.
 
     Raises:
         InputError: the file is not JSON.
     """
     assert ref.path is not None
-    path = locate_head(ref.path, ref.revision) / name
+    path = locate_head(ref.path, ref.revision) / SHAPE_FILE
     if not path.is_file():
         return {}
     try:
@@ -132,36 +120,13 @@ def _load_beside_head(ref: HeadRef, name: str) -> dict[str, Any]:
     return stored if stored.get("device") == get_device_name() else {}
 
 
-def _load_calibration(ref: HeadRef, depth: int) -> tuple[Calibration | None, str | None]:
-    """Load the stored calibration, if it covers this depth, and the checksum of its data.
-
-    Raises:
-        InputError: the file is not from `eval/calibrate.py`.
-    """
-    stored = _load_beside_head(ref, CONFIDENCE_FILE)
-    if not stored:
-        return None, None
-    try:
-        calibration = Calibration.from_json(stored)
-    except ValueError as error:
-        raise InputError(
-            f"head.path={ref.path}: {CONFIDENCE_FILE}: {error}; delete it, or run "
-            "eval/calibrate.py again"
-        ) from None
-    if len(calibration.temperatures) < depth:
-        return None, None
-    return calibration, stored.get("data")
-
-
-def write_beside_head(
-    head: MeasuredHead, name: str, content: dict[str, Any], out_dir: Path
-) -> Path:
-    """Write JSON beside a head, or into `out_dir` if the head is on the Hub.
+def store_shape(head: MeasuredHead, content: dict[str, Any], out_dir: Path) -> Path:
+    """Write SHAPE_FILE beside a head, or into `out_dir` if the head is on the Hub.
 
     Raises:
         InputError: the file cannot be written.
     """
-    path = (find_local_path("head.path", head.path) or out_dir) / name
+    path = (find_local_path("head.path", head.path) or out_dir) / SHAPE_FILE
     try:
         write_atomically(path, json.dumps(content) + "\n")
     except OSError as error:

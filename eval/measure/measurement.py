@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
 from data.embedded import fill_default_paths
 from data.rows.data_files import find_dataset_revision
-from data.rows.records import LoadedRecords, Record, compute_prompt_digest, load_records
+from data.rows.records import Record, compute_prompt_digest, load_records
 from data.servers.server_pool import HiddenStatesPool
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.generation_config import apply_generation_config
@@ -161,8 +161,14 @@ def open_measurement(
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = like.heads if like else [load_measured_head(run, ref) for ref in refs]
     target = like.embeddings_and_output_head if like else _open_target(run, heads, may_use_engines)
-    for head in heads:
-        _print_notes(*_iter_leak_warnings(head, records))
+    _print_notes(
+        *(
+            f"{head.path}: its draft tree was searched on data.path itself, so the tree's figures "
+            "are too good; measure on other prompts"
+            for head in heads
+            if head.tree_data_sha256 == records.sha256
+        )
+    )
     stated = DataStatement(
         run.data.path,
         records.sha256,
@@ -264,19 +270,6 @@ def _open_engines(
     }
     text = max((prompt.token_ids for prompt in prompts), key=len)
     return open_states_pool(run.target, target, sorted(layers), text)
-
-
-def _iter_leak_warnings(head: MeasuredHead, records: LoadedRecords) -> Iterator[str]:
-    """Yield lines about drafts that were fitted to the prompts of the measurement."""
-    for fitted_on, words, fitted in (
-        (head.tree_data_sha256, "its draft tree was searched", "tree"),
-        (head.calibrated_on, "its cut chain was calibrated", "cut chain"),
-    ):
-        if fitted_on and fitted_on == records.sha256:
-            yield (
-                f"{head.path}: {words} on data.path itself, so the {fitted}'s figures are too "
-                "good; measure on other prompts"
-            )
 
 
 def _select_spare_prompts(

@@ -24,7 +24,7 @@ WEAK_TAU = 1.5
 drafts costs 1.46 times one without (8B, H200), so a head below this saves no seconds."""
 UNTRAINED = [name for name, needs in METHODS.items() if needs == "nothing"]
 """Methods that need neither training nor a second model."""
-SERVED_WAYS = ("chain", "tree", "cut")
+SERVED_WAYS = ("chain", "tree")
 """Ways of a head to draft by itself. No serving engine runs the others."""
 
 

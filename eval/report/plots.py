@@ -173,33 +173,6 @@ def plot_tree_search(result: dict[str, Any], path: Path) -> None:
     _save_figure(figure, path)
 
 
-def plot_calibration(result: dict[str, Any], path: Path) -> None:
-    """Draw shares accepted by probability, and the expected speed of thresholds."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    for axis, (when, depths) in zip(axes, result["reliability"].items(), strict=False):
-        axis.plot([0, 1], [0, 1], color="black", linewidth=0.8)
-        errors = result["ece"][when]
-        for depth, (bins, error) in enumerate(zip(depths, errors, strict=True), start=1):
-            axis.plot(
-                [chance for chance, *_ in bins], [share for _, share, _ in bins], "o-",
-                label=f"depth {depth}, error {error:.3f}",
-            )  # fmt: skip
-        axis.set(
-            xlabel=f"chance of the path, {when} calibration", ylabel="share accepted",
-            xlim=(0, 1), ylim=(0, 1),
-        )  # fmt: skip
-        axis.legend(fontsize="small")
-    whole, rows = result["lengths"][-1]["tokens_per_s"], result["thresholds"]
-    speeds = [row["tokens_per_s"] / whole for row in rows]
-    axes[2].plot([row["threshold"] for row in rows], speeds, "o-", label="cut")
-    best = max(row["tokens_per_s"] for row in result["lengths"]) / whole
-    axes[2].axhline(1, color="black", linewidth=0.8, label="whole")
-    axes[2].axhline(best, color="black", linewidth=0.8, linestyle=":", label="best length")
-    axes[2].set(xlabel="chance below which chains are cut", ylabel="speed over whole chains")
-    axes[2].legend(fontsize="small")
-    _save_figure(figure, path)
-
-
 def plot_comparison(
     results: dict[str, dict[str, Any]], path: Path, under: str | None = None
 ) -> None:

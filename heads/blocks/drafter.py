@@ -84,18 +84,10 @@ class BlockChain(ChainDrafter, _BlockDrafter):
         tokens: list[Tensor] = []
         state: Tensor | None = None
         for slot in range(self.shape.depth):
-            if draws.has_ended:
-                break
-            slot_outputs = outputs[:, slot]
             logits, state = self.head.compute_slot_logits(
-                base[:, slot], slot_outputs, previous_ids, state
+                base[:, slot], outputs[:, slot], previous_ids, state
             )
-            confidence = (
-                self.head.compute_slot_confidence(slot_outputs, previous_ids)
-                if self.calibration
-                else None
-            )
-            previous_ids = draws.choose_token(logits, confidence)
+            previous_ids = draws.choose_token(logits)
             tokens.append(self._pad_beyond_window(previous_ids.unsqueeze(1), slot))
         return draws.make_draft(self.tree, torch.cat(tokens, 1))
 

@@ -227,12 +227,6 @@ class DSparkHead(BlockHead):
             torch.cat([outputs, self.markov_head.markov_w1(previous_ids).to(outputs)], -1)
         )
 
-    def compute_slot_confidence(self, outputs: Tensor, previous_ids: Tensor) -> Tensor | None:
-        """See `BlockNetwork.compute_slot_confidence`."""
-        return (
-            None if self.confidence_head is None else self.compute_confidence(outputs, previous_ids)
-        )
-
     def build_config_json(self) -> dict[str, Any]:
         """Build the authors' keys, which vLLM and SGLang read."""
         config = self.config

@@ -287,16 +287,6 @@ class BlockNetwork(FeatureHead):
             The logits, and the state for the next slot.
         """
 
-    def compute_slot_confidence(self, outputs: Tensor, previous_ids: Tensor) -> Tensor | None:
-        """Compute logits [N] float32 of a slot's chance of acceptance; None without such a head.
-
-        Args:
-            outputs: [N, H] outputs of the slot.
-            previous_ids: [N] int64 target ids of the previous tokens.
-        """
-        del outputs, previous_ids
-        return None
-
     @torch.no_grad()
     def compute_candidates(
         self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int

@@ -54,15 +54,12 @@ class Draft:
             were sampled, without replacement and independently of the target's own draws.
             No node beyond P has children. PAD must replace tokens of probability 0. None if tokens
             were not sampled but are the drafter's best or copied.
-        confidence: [B, N - 1] float32 logits, the drafter's confidence in each node before drawing
-            its token; None without a confidence.
     """
 
     tree: Tree | Tensor
     tokens: Tensor
     depth: int
     draft_probs: Tensor | None = None
-    confidence: Tensor | None = None
 
     @classmethod
     def from_tree(cls, tree: Tree, tokens: Tensor, draft_probs: Tensor | None = None) -> "Draft":

@@ -2,13 +2,6 @@
 
 Texts of a batch end and are replaced, so every drafter can select and insert rows.
 
-Chains are chosen token by token, and may be cut where the head is unsure. The chance of a token is
-known before the token is drawn. It depends only on the previous tokens: on the largest probability
-there, or on the head's confidence. Whether a token is proposed therefore says nothing about which
-token it is, and proposed tokens keep the distribution q that p/q acceptance divides by. A chance
-that depended on the drawn token would favour likely tokens, and sampled texts would lose the
-target's distribution. Source: DSpark, arXiv 2607.05147.
-
 Dynamic trees are EAGLE-2's: expand the likeliest nodes, then keep the likeliest of all. A node's
 score is the log-probability of its path. A child never scores above its parent, so the kept nodes
 form a tree. Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE `model/cnets.py`,
@@ -18,7 +11,7 @@ Letters: B texts, D depth, w nodes of a depth, M expanded nodes, V vocabulary, W
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, final
 
@@ -27,13 +20,10 @@ from torch import Tensor
 
 from heads.decoding.cache import CacheSlots, SlotBuffer
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
-from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
+from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.devices import to_device
 from heads.vocab import DraftVocab
-
-EPS = 1e-6
-"""Distance of the largest chance from 1."""
 
 
 class HeadDrafter(ABC):
@@ -42,7 +32,6 @@ class HeadDrafter(ABC):
     Args:
         head: head that drafts.
         shape: shape of the drafts.
-        calibration: calibration by which chains are cut; None leaves chains whole.
 
     Attributes:
         row_attributes: names of the attributes with one entry per text: tensors [B, ...],
@@ -55,12 +44,9 @@ class HeadDrafter(ABC):
     row_attributes: tuple[str, ...] = ()
     num_static_nodes: int | None = None
 
-    def __init__(
-        self, head: Any, shape: DraftShape | None = None, calibration: "Calibration | None" = None
-    ) -> None:
+    def __init__(self, head: Any, shape: DraftShape | None = None) -> None:
         self.head, self.taps = head, head.taps
         self.shape: Any = shape
-        self.calibration = calibration
 
     @abstractmethod
     def observe(self, seen: CommittedTokens) -> None:
@@ -106,7 +92,6 @@ class ChainDrafter(HeadDrafter):
         depth: draft tokens per chain.
         sampling: the target's sampling, also used for draft tokens.
         seeds: seeds of the draws, one per text, other than the target's.
-        calibration: calibration by which chains are cut; None leaves chains whole.
     """
 
     def __init__(
@@ -115,75 +100,16 @@ class ChainDrafter(HeadDrafter):
         depth: int,
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] = (1,),
-        calibration: "Calibration | None" = None,
     ) -> None:
         self.tree, self.sampling = Tree.make_chain(depth), sampling
-        super().__init__(head, self.tree, calibration)
-        self.num_static_nodes = 1 + depth if calibration is None else None
+        super().__init__(head, self.tree)
+        self.num_static_nodes = 1 + depth
         self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
         self.row_attributes = (*self.row_attributes, "generators")
 
     def make_sampler(self) -> "ChainSampler":
         """Make the sampler for one draft."""
-        return ChainSampler(self.head.vocab, self.sampling, self.generators, self.calibration)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Map from a head's confidence to chances, and the chance below which chains are cut.
-
-    Attributes:
-        temperatures: positive divisors of the confidence logits, by depth.
-        offsets: numbers added afterwards, by depth.
-        threshold: a chain ends where the joint chance of its tokens falls below this; 0 cuts
-            nothing.
-    """
-
-    temperatures: tuple[float, ...]
-    offsets: tuple[float, ...]
-    threshold: float = 0.0
-
-    @classmethod
-    def make_neutral(cls, depth: int) -> "Calibration":
-        """Use the head's confidence unchanged and cut no chain."""
-        return cls((1.0,) * depth, (0.0,) * depth)
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "Calibration":
-        """Make a calibration from JSON with its attributes.
-
-        Raises:
-            ValueError: naming the allowed values.
-        """
-        try:
-            temperatures, offsets = (
-                tuple(map(float, stored[name])) for name in ("temperatures", "offsets")
-            )
-            calibration = cls(temperatures, offsets, float(stored["threshold"]))
-            is_valid = 0 < len(temperatures) == len(offsets) and min(temperatures) > 0
-            if is_valid and 0 <= calibration.threshold < 1:
-                return calibration
-        except (KeyError, TypeError, ValueError):
-            pass
-        raise ValueError(
-            f"temperatures={stored.get('temperatures')}, offsets={stored.get('offsets')}, "
-            f"threshold={stored.get('threshold')}: must be numbers above 0, equally many numbers, "
-            "and a number from 0 to below 1"
-        )
-
-    def compute_chance(self, logits: Tensor, depth: int) -> Tensor:
-        """Compute the chance [B] that the token at a depth is accepted if the previous ones are.
-
-        Args:
-            logits: [B] float32, the head's confidence.
-            depth: at most the number of temperatures.
-        """
-        return (logits / self.temperatures[depth - 1] + self.offsets[depth - 1]).sigmoid()
-
-
-def compute_top_logits(logits: Tensor) -> Tensor:
-    """Compute the logit [B] float32 of the largest probability of distributions [B, W]."""
-    return logits.float().softmax(-1).amax(-1).logit(EPS)
+        return ChainSampler(self.head.vocab, self.sampling, self.generators)
 
 
 @dataclass
@@ -194,68 +120,26 @@ class ChainSampler:
         vocab: draft vocabulary of the logits.
         sampling: the target's sampling, also used for draft tokens.
         generators: one generator per text.
-        calibration: calibration by which chains are cut; None leaves chains whole.
         probs: [B, V] float32 distribution of each drawn token.
-        confidence: [B] float32 per token, see `Draft`.
-        chance: [B] joint chance of all tokens.
-        cut: [B] bool per token, True after the end of its chain.
     """
 
     vocab: DraftVocab
-    sampling: Sampling = GREEDY
-    generators: Generators = NO_DRAWS
-    calibration: Calibration | None = None
+    sampling: Sampling
+    generators: Generators
     probs: list[Tensor] = field(default_factory=list)
-    confidence: list[Tensor] = field(default_factory=list)
-    chance: Tensor | float = 1.0
-    cut: list[Tensor] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.calibration is not None and not self.sampling.is_greedy:
-            # The longest chain of a batch decides how often each text draws.
-            self.generators = self.generators.next_step()
-
-    def choose_token(self, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
-        """Choose [B] target ids from logits [B, W].
-
-        Args:
-            logits: logits of the next token, given the previous ones.
-            confidence: [B] confidence logits of the head. Unset: the largest probability.
-        """
-        if self.calibration is not None:
-            # Before drawing, see the module docstring.
-            self._update_cut(
-                self.calibration, compute_top_logits(logits) if confidence is None else confidence
-            )
+    def choose_token(self, logits: Tensor) -> Tensor:
+        """Choose [B] target ids from logits [B, W] of the next token, given the previous ones."""
         if self.sampling.is_greedy:
             return self.vocab.to_target_ids(logits.argmax(-1))
         q = self.sampling.compute_probabilities(logits)
         self.probs.append(q.new_zeros(len(q), self.vocab.size).index_copy(1, self.vocab.ids, q))
         return self.vocab.to_target_ids(self.generators.sample_indices(q))
 
-    def _update_cut(self, calibration: Calibration, confidence: Tensor) -> None:
-        self.confidence.append(confidence)
-        self.chance = self.chance * calibration.compute_chance(confidence, len(self.confidence))
-        self.cut.append(self.chance < calibration.threshold)
-
-    @property
-    def has_ended(self) -> bool:
-        """Tell whether all chains have ended. With a calibration this waits for the device."""
-        return bool(self.cut) and bool(self.cut[-1].all())
-
     def make_draft(self, tree: Tree, tokens: Tensor) -> Draft:
-        """Make drafts of tokens [B, D], with PAD for ids that the target cannot read.
-
-        Cut chains are as deep as the longest of them.
-        """
+        """Make drafts of tokens [B, D], with PAD for ids that the target cannot read."""
         probs = torch.stack(self.probs, 1) if self.probs else None
-        if self.calibration is None:
-            return Draft.from_tree(tree, tokens, probs)
-        tokens = tokens.masked_fill(torch.stack(self.cut, 1), PAD)
-        depth = int((tokens != PAD).sum(1).max())
-        confidence = torch.stack(self.confidence, 1)[:, :depth]
-        probs = None if probs is None else probs[:, :depth]
-        return Draft(tree.down_to(depth), tokens[:, :depth], depth, probs, confidence)
+        return Draft.from_tree(tree, tokens, probs)
 
 
 class ExpandedTree(NamedTuple):

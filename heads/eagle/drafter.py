@@ -1,7 +1,7 @@
 """Drafting with EAGLE heads: chains, and EAGLE-2's dynamic trees.
 
 Both encode committed tokens with the target's true hidden states, store only their keys and values,
-and draft on with the head's own outputs. Only chains that may be cut wait for the device.
+and draft on with the head's own outputs.
 
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
@@ -167,8 +167,6 @@ class EagleChain(ChainDrafter, _AutoregressiveDrafter):
         draws = self.make_sampler()
         tokens: list[Tensor] = []
         for step in range(self.tree.depth):
-            if draws.has_ended:
-                break
             if step:
                 place = self._clamp_positions(positions + step)
                 outputs = self.head.advance(outputs, tokens[-1], place, branches)

@@ -172,7 +172,6 @@ DRAWN_STEPS = {
 }  # fmt: skip
 DRAWN_PASSES = {
     "prompt_lookup": (1,), "draft_chain, by what was accepted": (1, 3), "draft_tree": (2,),
-    "eagle_cut": (2,),
 }  # fmt: skip
 
 
@@ -365,7 +364,7 @@ def test_what_capturing_takes_is_counted_and_in_no_other_figure(
 
 HOST = (
     "prompt_lookup", "suffix", "medusa_suffix", "eagle_suffix", "lookahead", "draft_tree",
-    "draft_chain, by what was accepted", "draft_chain, other tokenizer", "eagle_cut", "dflash_cut",
+    "draft_chain, by what was accepted", "draft_chain, other tokenizer",
 )  # fmt: skip
 OFTEN_OF_HOST = [("prompt_lookup", 1), ("eagle_suffix", 3), ("lookahead", 2)]
 

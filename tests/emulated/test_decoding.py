@@ -26,10 +26,8 @@ from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, stream_tokens
 from eval.preflight_checks import list_methods
 from heads.decoding.drafting import Drafter
-from heads.decoding.head_drafter import Calibration
 from heads.decoding.sampling import GREEDY, Sampling, Typical
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.draft_head import DraftHead
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
 from tests.eval.decode.test_other_tokenizer import permuted
@@ -77,17 +75,6 @@ def tree(name: str) -> Callable[..., Drafter]:
     )
 
 
-def cut(make: Callable[[Target], DraftHead]) -> Callable[..., Drafter]:
-    """Chains that end before their third token, of heads that are as unsure as these."""
-    calibration = Calibration((1.0,) * 3, (0.0,) * 3, 1e-5)
-
-    def made(target: Target, how: Sampling, seeds: list[int]) -> Drafter:
-        head = make(target)
-        return head.make_drafter(CHAIN, how, seeds, calibration)
-
-    return made
-
-
 def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:
     def make(target: Target, how: Sampling, seeds: list[int]) -> Drafter:
         model = random_target(target.device, num_hidden_layers=1)
@@ -123,14 +110,6 @@ CHAIN, BUSHY = Tree.make_chain(3), make_static_tree(3, 16)
 # What is more than one copy each way says why.
 KINDS = {
     "vanilla": Kind(lambda *_: NoDraft(), 0),
-    # Whether a chain goes on comes down, before its second and third token; and how long all are.
-    "medusa_cut": Kind(cut(noisy_head), 0, 4),
-    "eagle_cut": Kind(cut(untrained("eagle3")), 0, 4),
-    "dflash_cut": Kind(cut(untrained("dflash")), 0, 4),
-    "dflash2_cut": Kind(cut(untrained("dflash2")), 0, 4),
-    "dspark_cut": Kind(cut(untrained("dspark, rnn")), 0, 4),
-    "peagle_cut": Kind(cut(untrained("peagle")), 0, 2),
-    "mtp_cut": Kind(cut(untrained("mtp")), 0, 4),
     "medusa_chain": Kind(medusa(CHAIN), 0),
     "medusa_tree": Kind(medusa(BUSHY), 0),
     "medusa_typical": Kind(medusa(BUSHY), 0, typical=Typical()),
@@ -206,7 +185,7 @@ BOTH = ("vanilla", "medusa_tree", "eagle_chain, EAGLE-3")
 SLOW = (
     "medusa_suffix", "dflash_suffix", "dflash2_suffix", "dspark_suffix", "peagle_suffix",
     "mtp_suffix",
-    "medusa_cut", "dflash_cut", "dflash2_cut", "eagle_tree, EAGLE-1", "dflash_chain",
+    "eagle_tree, EAGLE-1", "dflash_chain",
     "dflash2_tree", "dspark_chain", "peagle_chain", "draft_chain",
     "draft_chain, by what was accepted", "early_exit",
 )  # fmt: skip

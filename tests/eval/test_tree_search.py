@@ -21,7 +21,7 @@ from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
-from eval.measure.measured_head import SHAPE_FILE, MeasuredHead, write_beside_head
+from eval.measure.measured_head import MeasuredHead, store_shape
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
 from eval.tree_search import Candidate, ShapeCosts
@@ -392,13 +392,13 @@ def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
     chain = Tree.make_chain(1)
     head = MeasuredHead("somebody/head", noisy_head(random_target()), chain, chain)
     content = {**tree_search.describe_shape(DynamicShape(3, 2, 4)), "device": "cpu"}
-    path = write_beside_head(head, SHAPE_FILE, content, tmp_path)
+    path = store_shape(head, content, tmp_path)
     assert path == tmp_path / "draft_tree.json"
     assert json.loads(path.read_text()) == {
         "dynamic_tree": {"depth": 3, "top_k": 2, "num_tokens": 4}, "device": "cpu",
     }  # fmt: skip
     with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
-        write_beside_head(head, SHAPE_FILE, content, tmp_path / "gone")
+        store_shape(head, content, tmp_path / "gone")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import nn
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat
 from heads.decoding.drafting import Draft
-from heads.decoding.head_drafter import ChainSampler, HeadDrafter
+from heads.decoding.head_drafter import HeadDrafter
 from heads.draft_head import DraftHead, ExportPlan, HeadFacts, ReferenceLogits, Variant
 from heads.target_model.model import FeatureLayers
 
@@ -28,9 +28,6 @@ class ToyDrafter(HeadDrafter):
 
     def propose(self, roots) -> Draft:
         logits, vocab = self.head.out(self.hidden), self.head.vocab
-        if self.calibration is not None:
-            draws = ChainSampler(vocab, calibration=self.calibration)
-            return draws.make_draft(self.shape, draws.choose_token(logits).unsqueeze(1))
         best = vocab.to_target_ids(logits.topk(self.shape.width).indices)
         return Draft.from_tree(self.shape, best[:, list(self.shape.ranks[1:])])
 
@@ -53,8 +50,8 @@ class ToyHead(DraftHead):
         best = self.out(output.hidden_states[0, first:]).topk(width).indices
         return self.vocab.to_target_ids(best)[None]
 
-    def make_drafter(self, shape, sampling, seeds, calibration=None) -> ToyDrafter:
-        return ToyDrafter(self, shape, calibration)
+    def make_drafter(self, shape, sampling, seeds) -> ToyDrafter:
+        return ToyDrafter(self, shape)
 
     def plan_export(self, engine, folder="DIR") -> ExportPlan:
         own = ExportPlan(None, self.build_files, f"play {folder}")

@@ -97,11 +97,7 @@ def test_a_typo_fails_at_the_command_line_naming_the_key(tmp_path: Path) -> None
     [
         ("eval/tree_search.py", "depth", "; eval/acceptance.py, eval/speedup.py, eval/serve.py, "),
         ("eval/tree_search.py", "temperature", "; eval/acceptance.py, "),
-        (
-            "eval/calibrate.py",
-            "dynamic_tree.top_k",
-            "; eval/acceptance.py, eval/speedup.py have it",
-        ),
+        ("eval/serve.py", "dynamic_tree.top_k", "; eval/acceptance.py, eval/speedup.py have it"),
         ("scripts/repair.py", "temperature", "; eval/acceptance.py, "),
         ("eval/serve.py", "tree", "; eval/acceptance.py, eval/speedup.py have it"),
         ("eval/serve.py", "plain", "; eval/acceptance.py, "),

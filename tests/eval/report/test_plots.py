@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from eval.report.plots import (
     compute_step_ms,
     plot_acceptance,
-    plot_calibration,
     plot_comparison,
     plot_concurrency,
     plot_pruning,
@@ -105,28 +104,6 @@ def test_a_picture_of_a_search(drawn) -> None:
     assert lines(left) == [[(1, 10.0), (2, 15.0), (4, 11.0)], [(4, 11.0)], [(2, 15.0)]]
     assert lines(right) == [[(1, 1.0), (2, 1.5), (4, 2.0)]]
     assert right.get_title() == "gpu"
-
-
-def test_a_picture_of_a_calibration(drawn) -> None:
-    bins = [[[0.25, 0.5, 8], [0.75, 1.0, 4]], []]
-    result = {
-        "reliability": {"before": bins, "after": [[[0.5, 0.5, 12]], []]},
-        "ece": {"before": [0.25, 0.0], "temperatures_alone": [0.1, 0.0], "after": [0.125, 0.0]},
-        "lengths": [{"tokens_per_s": 12.5}, {"tokens_per_s": 10.0}],
-        "thresholds": [
-            {"threshold": 0.5, "tokens_per_s": 15.0},
-            {"threshold": 0.75, "tokens_per_s": 5.0},
-        ],
-    }
-    before, after, speed = drawn(plot_calibration, result)
-    assert lines(before) == [[(0, 0), (1, 1)], [(0.25, 0.5), (0.75, 1.0)], []]
-    assert lines(after) == [[(0, 0), (1, 1)], [(0.5, 0.5)], []]
-    assert [text.get_text() for text in after.get_legend().get_texts()] == [
-        "depth 1, error 0.125",
-        "depth 2, error 0.000",
-    ]
-    assert lines(speed)[0] == [(0.5, 1.5), (0.75, 0.5)]
-    assert [line[0][1] for line in lines(speed)[1:]] == [1.0, 1.25]
 
 
 def test_a_picture_of_heads_side_by_side(drawn) -> None:
