@@ -3,9 +3,8 @@
 `python scripts/compare.py results=[outputs/medusa-accept,outputs/eagle3-accept]`
 
 Differences are taken prompt by prompt against the first result, so their intervals do not include
-how hard the prompts are for every head. Results of `vllm bench serve`, Model-Optimizer
-(`acceptance_rate.json`) and speculators (`acceptance.csv`) stand beside ours where they share a
-definition.
+how hard the prompts are for every head. Results of `vllm bench serve` stand beside ours by the
+definition that they share.
 """
 
 import sys
@@ -28,7 +27,7 @@ from conf.command.run_record import find_changed_keys, format_changes, make_fing
 from conf.errors import InputError
 from conf.files import write_atomically
 from eval.compare.acceptance_files import (
-    RESULT_FILE_NAMES,
+    RESULT_FILE_NAME,
     ReportedAcceptance,
     build_comparison_rows,
     check_comparable,
@@ -234,7 +233,7 @@ def compare_reported_results(
 def main(config: CompareRun) -> None:
     """Print the table; write `comparison.md` and `comparison.png`."""
     result_files = find_result_files(config.results)
-    if all(file.name == RESULT_FILE_NAMES[0] for file in result_files.values()):
+    if all(file.name == RESULT_FILE_NAME for file in result_files.values()):
         text, files = compare_own_results(load_result_files(result_files))
     else:
         text, files = compare_reported_results(result_files)

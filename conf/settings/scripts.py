@@ -166,8 +166,7 @@ class CompareRun:
 
     results: list[str] = field(default_factory=list)
     """Folders with `acceptance.json`; each gives a row named after its folder. Also files, or
-    folders with one: results of `vllm bench serve`, Model-Optimizer's `acceptance_rate.json`,
-    speculators' `acceptance.csv`."""
+    folders with one: results of `vllm bench serve`."""
     out_dir: str = "outputs/comparison"
     """Folder for the table and the picture."""
 

@@ -1,15 +1,12 @@
-"""Acceptance figures in files of Headsmith, vLLM, Model-Optimizer and speculators.
+"""Acceptance figures in files of Headsmith, and of vLLM's own benchmark.
 
-All are read into one form: one figure per definition of `eval/measure/acceptance_stats.py` that the
-tool has, with the conditions that the file states. Conditions that a file omits are not compared.
-Checks of fields raise `MalformedRowError`.
+Both are read into one form: one figure per definition of `eval/measure/acceptance_stats.py` that
+the tool has, with the conditions that the file states. Conditions that a file omits are not
+compared. Checks of fields raise `MalformedRowError`.
 
-Sources: vLLM 0.32 `benchmarks/serve.py`; Model-Optimizer `examples/specdec_bench` (`run.py`,
-`specdec_bench/metrics/acceptance_rate.py`, `utils.py`); speculators `scripts/evaluate/evaluate.py`
-and `perf_utils.py`.
+Source: vLLM 0.32 `benchmarks/serve.py`.
 """
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import InputError
-from data.rows.field_checks import MalformedRowError, format_found_value
+from data.rows.field_checks import MalformedRowError, format_found_value, parse_text
 from eval.measure.acceptance_stats import LENGTH_DEFINITIONS, MEANS
 
 Definition = tuple[str, str]
 """Definition of an acceptance length: a key of LENGTH_DEFINITIONS and one of MEANS."""
-RESULT_FILE_NAMES = ("acceptance.json", "acceptance_rate.json", "acceptance.csv")
-"""Names of files that each tool writes anew for every measurement."""
+RESULT_FILE_NAME = "acceptance.json"
+"""Name of the file that `eval/acceptance.py` writes anew for every measurement."""
 LONGEST = 10_000
 """Largest number of tokens of a pass, above any draft."""
 ROUNDING = 1e-6
@@ -40,8 +37,6 @@ CONDITIONS = (
     "max_new_tokens", "chat_template",
 )  # fmt: skip
 """Keys of `conditions` in an `acceptance.json`."""
-DRAFTED = ("num_drafts", "num_accepted_tokens", "acceptance_length")
-"""Columns of counts in speculators' file."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +66,17 @@ def find_result_file(path: str) -> tuple[str, Path]:
         InputError: no file, or several.
     """
     given = Path(path)
-    if given.suffix in (".json", ".csv") and not given.is_dir():
-        return given.parent.resolve().name if given.name in RESULT_FILE_NAMES else given.stem, given
+    if given.suffix == ".json" and not given.is_dir():
+        return given.parent.resolve().name if given.name == RESULT_FILE_NAME else given.stem, given
+    own = given / RESULT_FILE_NAME
     if not given.is_dir():
-        return given.name, given / RESULT_FILE_NAMES[0]  # reading it will report that it is missing
-    files = [given / name for name in RESULT_FILE_NAMES if (given / name).is_file()]
-    files = files or sorted(given.glob("*.json"))
+        return given.name, own  # reading it will report that it is missing
+    files = [own] if own.is_file() else sorted(given.glob("*.json"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise InputError(
-            f"results={given}: must hold one of {', '.join(RESULT_FILE_NAMES)} or the JSON file "
-            "of vllm bench "
-            f"serve, but holds {names}; name the file"
+            f"results={given}: must hold {RESULT_FILE_NAME} or the JSON file of vllm bench serve, "
+            f"but holds {names}; name the file"
         )
     return given.resolve().name, files[0]
 
@@ -94,18 +88,10 @@ def load_reported_acceptance(file: Path) -> ReportedAcceptance:
         InputError: the file cannot be read, is of no known tool, or is damaged.
     """
     try:
-        if file.suffix == ".csv":
-            return _parse_speculators_csv(file.read_text(encoding="utf-8-sig"))
-        content = _load_json(file)
-        if isinstance(content, list):
-            beside = file.with_name("configuration.json")
-            return _parse_model_optimizer_result(content, _load_run_notes(beside))
-        whole = parse_object(content, "(whole file)", "an object, or Model-Optimizer's list")
+        whole = parse_object(_load_json(file), "(whole file)")
         return _parse_own_result(whole) if "prompts" in whole else _parse_vllm_result(whole)
     except MalformedRowError as error:
         raise InputError(f"results: {file}: {error}") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"results: cannot read {file}: {error}") from error
 
 
 def _load_json(file: Path) -> Any:
@@ -170,12 +156,14 @@ def _parse_vllm_result(row: Mapping[str, Any]) -> ReportedAcceptance:
             prefixed[2], "nothing", "a result of vllm bench serve against a server that drafts, "
             "or an acceptance.json of eval/acceptance.py",
         )  # fmt: skip
-    drafts, accepted = _parse_draft_counts(row, (prefixed[0], prefixed[1], prefixed[2]))
+    drafts = parse_whole_number(row.get(prefixed[0]), prefixed[0], 1)
+    accepted = parse_whole_number(row.get(prefixed[1]), prefixed[1])
+    length = parse_number(row.get(prefixed[2]), prefixed[2], 1)
+    sources = f"{prefixed[1]} and {prefixed[0]}"
+    check_consistent(length, 1 + accepted / drafts, prefixed[2], sources)
     key = "spec_decode_per_position_acceptance_rates"
     rates = parse_items(row.get(key), key, parse_fraction)
-    check_consistent(
-        sum(rates), accepted / drafts, f"sum of {key}", f"{prefixed[1]} and {prefixed[0]}"
-    )
+    check_consistent(sum(rates), accepted / drafts, f"sum of {key}", sources)
     if failed := parse_whole_number(row.get("failed", 0), "failed"):
         raise MalformedRowError("failed", f"{failed} requests", "0, as others answered them")
     stated = {
@@ -185,133 +173,6 @@ def _parse_vllm_result(row: Mapping[str, Any]) -> ReportedAcceptance:
         "target": _parse_target_name(row.get("model_id"), "model_id"),
     }
     return ReportedAcceptance("vLLM", {("drafts", "pooled"): 1 + accepted / drafts}, rates, stated)
-
-
-def _parse_speculators_csv(text: str) -> ReportedAcceptance:
-    reader = csv.DictReader(text.splitlines(), strict=True)
-    header = reader.fieldnames or []
-    if missing := [name for name in ("subset", *DRAFTED) if name not in header]:
-        raise MalformedRowError(missing[0], "no such column", "speculators' acceptance.csv")
-    positions = [name for name in header if name.startswith("acceptance_at_pos_")]
-    rows = []
-    for number, cells in enumerate(reader, 2):
-        try:
-            rows.append(_parse_subset_row(cells, positions))
-        except MalformedRowError as error:
-            name = f"{error.name} of line {number}"
-            raise MalformedRowError(name, error.found, error.allowed) from None
-    if not rows:
-        raise MalformedRowError("(whole file)", "no rows", "a row for every subset")
-    drafts = sum(row[0] for row in rows)
-    return ReportedAcceptance(
-        "speculators",
-        {("drafts", "pooled"): 1 + sum(row[1] for row in rows) / drafts},
-        [sum(row[0] * row[2][place] for row in rows) / drafts for place in range(len(positions))],
-        {"draft tokens": len(positions), "turns": FIRST},
-    )
-
-
-def _parse_subset_row(
-    cells: Mapping[str, Any], positions: list[str]
-) -> tuple[int, int, list[float]]:
-    """Read drafts, accepted tokens and rates per position of a row."""
-    if None in cells:
-        raise MalformedRowError("(whole row)", "more cells than columns", "one for each")
-    row = {name: _parse_cell(cells[name], name) for name in (*DRAFTED, *positions)}
-    drafts, accepted = _parse_draft_counts(row, DRAFTED)
-    rates = [parse_fraction(row[name], name) for name in positions]
-    check_consistent(
-        sum(rates), accepted / drafts, "sum of acceptance_at_pos_", f"{DRAFTED[1]} and {DRAFTED[0]}"
-    )
-    return drafts, accepted, rates
-
-
-def _parse_cell(value: object, name: str) -> float:
-    try:
-        return float(str(value))
-    except ValueError:
-        raise MalformedRowError(name, format_found_value(value), "a number") from None
-
-
-def _parse_model_optimizer_result(
-    runs: list[Any], configured: dict[str, Any]
-) -> ReportedAcceptance:
-    if len(runs) != 1:
-        allowed = "one: a folder of its own for every run (--save_dir)"
-        raise MalformedRowError("(whole file)", f"{len(runs)} runs", allowed)
-    run = parse_object(runs[0], "[0]", "Model-Optimizer's acceptance_rate.json")
-    own = parse_object(run.get("Request_AL"), "Request_AL", "lengths by request")
-    by_turn = all(isinstance(value, dict) for value in own.values())
-    turns = [
-        parse_number(length, f"Request_AL.{request}", 0)
-        for request, value in own.items()
-        for length in (value.values() if isinstance(value, dict) else [value])
-    ]
-    if not turns:
-        raise MalformedRowError("Request_AL", "no requests", "lengths by request")
-    average = parse_number(run.get("Average_AL"), "Average_AL", 0)
-    check_consistent(average, sum(turns) / len(turns), "Average_AL", "Request_AL")
-    key = "Acceptance_Length_Histogram"
-    passes = {
-        parse_whole_number(_parse_cell(length, key), key, 0, LONGEST): parse_whole_number(
-            count, f"{key}.{length}"
-        )
-        for length, count in parse_object(run.get(key), key, "passes by tokens").items()
-    }
-    if not (number := sum(passes.values())):
-        raise MalformedRowError(key, "no passes", "passes by tokens")
-    tokens = sum(length * count for length, count in passes.items())
-    lengths: dict[Definition, float] = {("first_pass", "pooled"): tokens / number}
-    stated = {"dialogues": len(own), "turns": ALL, **configured}
-    rates: list[float] = []
-    if not by_turn:
-        lengths["first_pass", "dialogues"] = average
-    else:
-        lengths["first_pass", "turns"] = average
-        stated["texts"] = len(turns)
-        if len(turns) == len(own):
-            lengths["first_pass", "dialogues"] = average
-            del stated["turns"]  # of dialogues of one turn each
-        # The first pass of each text is the prompt's, which gives one token.
-        if number > len(turns):
-            own_passes = number - len(turns)
-            lengths["passes", "pooled"] = (tokens - len(turns)) / own_passes
-            rates = [
-                sum(count for length, count in passes.items() if length > depth) / own_passes
-                for depth in range(1, max(passes))
-            ]
-    return ReportedAcceptance("Model-Optimizer", lengths, rates, stated)
-
-
-def _load_run_notes(file: Path) -> dict[str, Any]:
-    """Read Model-Optimizer's notes beside a result, if any."""
-    if not file.is_file():
-        return {}
-    noted = _load_json(file)
-    if not isinstance(noted, dict):
-        raise InputError(f"results: {file}: found {format_found_value(noted)}; allowed: an object")
-    stated: dict[str, Any] = {}
-    # Engines count a block differently for block drafters.
-    if noted.get("speculative_algorithm") not in ("DFLASH", None):
-        stated["draft tokens"] = noted.get("draft_length")
-    stated["temperature"] = noted.get("temperature")
-    stated["new tokens"] = noted.get("output_length")
-    known = {key: value for key, value in stated.items() if type(value) in (int, float)}
-    model = noted.get("model_dir")
-    return (
-        {**known, "target": _parse_target_name(model, "model_dir")}
-        if isinstance(model, str)
-        else known
-    )
-
-
-def _parse_draft_counts(row: Mapping[str, Any], names: tuple[str, str, str]) -> tuple[int, int]:
-    """Read drafts and accepted tokens, and check the tool's length against them."""
-    drafts = parse_whole_number(row.get(names[0]), names[0], 1)
-    accepted = parse_whole_number(row.get(names[1]), names[1])
-    length = parse_number(row.get(names[2]), names[2], 1)
-    check_consistent(length, 1 + accepted / drafts, names[2], f"{names[1]} and {names[0]}")
-    return drafts, accepted
 
 
 def _parse_target_name(value: object, name: str) -> str:
@@ -480,13 +341,6 @@ def parse_whole_number(value: object, name: str, least: int = 0, most: float = M
 def parse_fraction(value: object, name: str) -> float:
     """Check that a value is a number from 0 to 1."""
     return parse_number(value, name, 0, 1)
-
-
-def parse_text(value: object, name: str) -> str:
-    """Check that a value is a non-empty text."""
-    if not isinstance(value, str) or not value.strip():
-        raise MalformedRowError(name, format_found_value(value), "a text")
-    return value
 
 
 def parse_object(value: object, name: str, what: str = "an object") -> dict[str, Any]:

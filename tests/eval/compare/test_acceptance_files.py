@@ -1,9 +1,9 @@
-"""Acceptance beside what other tools report: files as they write them, and damaged ones."""
+"""Acceptance beside what vLLM's benchmark reports: files as it writes them, and damaged ones."""
 
-import csv
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,48 +34,18 @@ VLLM = {
     "spec_decode_per_position_acceptance_rates": [0.8, 0.4, 0.4],
     "mean_ttft_ms": 12.0, "median_tpot_ms": 3.0, "p99_itl_ms": 9.0,
 }  # fmt: skip
-SPECULATORS = [
-    ["subset", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length",
-     "acceptance_at_pos_0", "acceptance_at_pos_1", "acceptance_at_pos_2"],
-    ["HumanEval", "4.0", "12.0", "8.0", "3.0", "1.0", "0.5", "0.5"],
-    ["qa", "1.0", "3.0", "0.0", "1.0", "0.0", "0.0", "0.0"],
-]  # fmt: skip
-# Two dialogues; the first pass of each text is the prompt's.
-MODEL_OPTIMIZER = [{
-    "Request_AL": {"0": {"0": 2.0}, "1": {"0": 2.3333333333333335}},
-    "Average_AL": 2.166666666666667,
-    "Acceptance_Length_Histogram": {"1": 3, "2": 2, "4": 2},
-    "Conditional_Acceptance_Rate": {"1": 1.0, "2": 0.5714, "4": 0.5},
-    "Joint_Acceptance_Rate": {"1": 1.0, "2": 0.5714, "4": 0.2857},
-}]  # fmt: skip
-BY_REQUEST = [{
-    **MODEL_OPTIMIZER[0], "Request_AL": {"81": 2.0, "82": 2.3333333333333335},
-    "Category_AL": {"writing": 2.166666666666667},
-}]  # fmt: skip
-CONFIGURATION = {
-    "dataset": "speed", "engine": "VLLM", "speculative_algorithm": "EAGLE3", "draft_length": 3,
-    "model_dir": "/models/Qwen3-8B/", "output_length": 128, "temperature": 0.0, "argv": ["run.py"],
-}  # fmt: skip
 # The same passes, as we count them.
 OURS = result(text(0, [1, 3, 0]), text(1, [1, 3]), max_new_tokens=128, num_turns=1)
 
 
 def write(path: Path, content: object) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            rows = content if isinstance(content, list) else [content]
-            csv.writer(file).writerows(row if isinstance(row, list) else [row] for row in rows)
-    else:
-        path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
     return str(path)
 
 
 FILES: dict[str, tuple[str, object]] = {
     "vllm": ("openai-infqps-concurrency1-Qwen3-8B-20261126.json", VLLM),
-    "speculators": ("acceptance.csv", SPECULATORS),
-    "model_optimizer": ("acceptance_rate.json", MODEL_OPTIMIZER),
-    "by_request": ("acceptance_rate.json", BY_REQUEST),
     "ours": ("acceptance.json", OURS),
 }
 
@@ -103,42 +73,6 @@ def test_a_result_of_vllm(folder) -> None:
     )  # fmt: skip
 
 
-def test_subsets_of_speculators_are_pooled(folder) -> None:
-    found = reported(folder("speculators"))
-    assert (found.tool, found.lengths) == ("speculators", {("drafts", "pooled"): 2.6})
-    assert found.per_position == pytest.approx([0.8, 0.4, 0.4])
-    assert found.conditions == {"draft tokens": 3, "turns": "first alone"}
-
-
-def test_a_result_of_model_optimizer(folder) -> None:
-    path = folder("model_optimizer")
-    found = reported(path)
-    assert found.lengths == {
-        ("first_pass", "pooled"): 15 / 7,
-        ("first_pass", "turns"): 2.166666666666667,
-        ("first_pass", "dialogues"): 2.166666666666667,
-        ("passes", "pooled"): 13 / 5,
-    }
-    assert found.per_position == pytest.approx([0.8, 0.4, 0.4])
-    assert found.conditions == {"dialogues": 2, "texts": 2}
-    write(Path(path) / "configuration.json", CONFIGURATION)
-    assert reported(path).conditions == {
-        "dialogues": 2, "texts": 2, "draft tokens": 3, "temperature": 0.0, "new tokens": 128,
-        "target": "qwen3-8b",
-    }  # fmt: skip
-    # Of whose blocks engines draft as many tokens, or one less.
-    write(Path(path) / "configuration.json", CONFIGURATION | {"speculative_algorithm": "DFLASH"})
-    assert "draft tokens" not in reported(path).conditions
-
-
-def test_model_optimizers_lengths_by_request_do_not_tell_how_many_texts(folder) -> None:
-    found = reported(folder("by_request"))
-    assert found.lengths == {
-        ("first_pass", "pooled"): 15 / 7, ("first_pass", "dialogues"): 2.166666666666667
-    }  # fmt: skip
-    assert (found.per_position, found.conditions) == ([], {"dialogues": 2, "turns": "all"})
-
-
 def test_our_own_result_has_every_definition(folder) -> None:
     found = reported(folder("ours"))
     assert len(found.lengths) == 12
@@ -150,24 +84,17 @@ def test_our_own_result_has_every_definition(folder) -> None:
     }  # fmt: skip
 
 
-def test_all_of_them_side_by_side(folder, tmp_path: Path, capsys) -> None:
-    paths = [folder(name) for name in ("ours", "vllm", "speculators", "model_optimizer")]
+def test_both_side_by_side(folder, tmp_path: Path, capsys) -> None:
+    paths = [folder(name) for name in ("ours", "vllm")]
     compare.main(CompareRun(results=paths, out_dir=str(tmp_path / "out")))
     shown = (tmp_path / "out/comparison.md").read_text().splitlines()
     assert shown[0].startswith("nvidia/SPEED-Bench qualitative, test, version 0123abcd, first")
     assert [line.split(" | ") for line in shown[2:]] == [
-        ["| result", "tool", "draft tokens", "texts", "tau: tokens per pass (pooled)",
-         "1 + accepted / drafts, as vLLM (pooled)",
-         "with its pass too, as Model-Optimizer (pooled)",
-         "with its pass too, as Model-Optimizer (turns)",
-         "with its pass too, as Model-Optimizer (dialogues)", "per position |"],
-        ["|---|---|---|---|---|---|---|---|---|---|"],
-        ["| ours", "Headsmith", "3", "2", "2.600", "2.600", "2.143", "2.167", "2.167",
-         "0.80 0.40 0.40 |"],
-        ["| vllm", "vLLM", "3", "2", "", "2.600", "", "", "", "0.80 0.40 0.40 |"],
-        ["| speculators", "speculators", "3", "", "", "2.600", "", "", "", "0.80 0.40 0.40 |"],
-        ["| model_optimizer", "Model-Optimizer", "", "2", "2.600", "", "2.143", "2.167", "2.167",
-         "0.80 0.40 0.40 |"],
+        ["| result", "tool", "draft tokens", "texts", "1 + accepted / drafts, as vLLM (pooled)",
+         "per position |"],
+        ["|---|---|---|---|---|---|"],
+        ["| ours", "Headsmith", "3", "2", "2.600", "0.80 0.40 0.40 |"],
+        ["| vllm", "vLLM", "3", "2", "2.600", "0.80 0.40 0.40 |"],
     ]  # fmt: skip
     assert (tmp_path / "out/comparison.png").is_file()
     assert shown[2] in capsys.readouterr().out
@@ -196,22 +123,23 @@ def test_all_turns_are_not_compared_with_first_ones(folder) -> None:
     with pytest.raises(InputError, match="turns all and first alone"):
         check_comparable({"mine": own, "theirs": theirs})
     with pytest.raises(InputError, match="turns first alone and all"):
-        check_comparable({"mine": reported(folder("ours")), "b": reported(folder("by_request"))})
+        check_comparable({"mine": reported(folder("ours")), "b": own})
     # Of dialogues of one turn both is the same.
     data = {**OURS["data"], "most_turns": 1}
     one = load_reported_acceptance(
         Path(write(Path(folder("ours")) / "one.json", {**OURS, "data": data}))
     )
-    for other in (theirs, reported(folder("by_request"))):
+    for other in (theirs, own):
         check_comparable({"mine": one, "theirs": other})
 
 
 def test_what_has_no_definition_in_common_is_refused(folder) -> None:
-    both = {name: reported(folder(name)) for name in ("vllm", "model_optimizer")}
-    message = r"vllm \(vLLM\) has an acceptance length that no other result has: 1 \+ accepted"
+    theirs = reported(folder("vllm"))
+    own = replace(reported(folder("ours")), lengths={("passes", "pooled"): 2.6})
+    message = r"theirs \(vLLM\) has an acceptance length that no other result has: 1 \+ accepted"
     with pytest.raises(InputError, match=message):
-        check_comparable(both)
-    assert check_comparable({"a": both["vllm"], "b": both["vllm"]}) == [("drafts", "pooled")]
+        check_comparable({"theirs": theirs, "mine": own})
+    assert check_comparable({"a": theirs, "b": theirs}) == [("drafts", "pooled")]
 
 
 @pytest.mark.parametrize(
@@ -220,14 +148,7 @@ def test_what_has_no_definition_in_common_is_refused(folder) -> None:
         ("vllm", {"completed": 2}, r"'spec_decode_acceptance_length': found nothing; allowed: a r"),
         ("vllm", VLLM | {"failed": 1}, r"'failed': found 1 requests; allowed: 0"),
         ("vllm", VLLM | {"spec_decode_acceptance_length": 2.5}, r"found 2\.5; allowed: 2\.6, as"),
-        ("speculators", SPECULATORS[:1], "no rows"),
-        ("speculators", [["subset", "num_drafts"]], "'num_accepted_tokens': found no such column"),
-        ("speculators", [*SPECULATORS[:1], [*SPECULATORS[1], "9"]], "of line 2': found more cells"),
-        ("speculators", [*SPECULATORS[:1], ["qa", "4.0"]], r"'num_accepted.* of line 2.*nothing"),
-        ("model_optimizer", MODEL_OPTIMIZER * 2, r"found 2 runs; allowed: one: a folder of its ow"),
-        ("model_optimizer",
-         [MODEL_OPTIMIZER[0] | {"Acceptance_Length_Histogram": {"1": 3, "1000000000": 1}}],
-         "Acceptance_Length_Histogram': found 1000000000.*from 0 to 10000"),
+        ("vllm", [VLLM], r"'\(whole file\)': found \[.*; allowed: an object"),
         ("ours", {"prompts": []}, "'acceptance_length': found nothing; .*; measure again"),
         ("ours", {"prompts": [], "served": {}}, "'served': found a result of eval/serve.py; allow"),
     ],
