@@ -358,7 +358,7 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
     for name, place in (
         ("replay_target_texts", 0),
         ("estimate_advice", 0),
-        ("decode_with_drafters", 0),
+        ("decode_with_shapes", 0),
         ("measure_advice", 1),
     ):
         watch(name, place)
@@ -369,9 +369,7 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
     assert (
         seen["replay_target_texts"] == seen["estimate_advice"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
     )
-    assert (
-        seen["decode_with_drafters"] == seen["measure_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
-    )
+    assert seen["decode_with_shapes"] == seen["measure_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
 
 
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
