@@ -96,8 +96,8 @@ COMMANDS = (
 OTHER_COMMANDS = (
     "scripts/verify_export.py", "scripts/bench/against_peers.py", "scripts/bench/capture.py",
     "scripts/bench/cpu.py", "scripts/bench/engines.py", "scripts/bench/gpu.py",
-    "scripts/bench/memory.py", "scripts/bench/mtp_target.py", "scripts/bench/predict_gpu.py",
-    "scripts/bench/preparing.py", "scripts/bench/training.py",
+    "scripts/bench/memory.py", "scripts/bench/predict_gpu.py", "scripts/bench/preparing.py",
+    "scripts/bench/training.py",
 )  # fmt: skip
 """Commands of argparse, without settings. Python files of other names may have moved."""
 KEYS_OF_CACHES = re.compile(r"\b[0-9a-f]{32}\b")
