@@ -1,4 +1,4 @@
-"""Training speed of EAGLE-3 and DFlash against speculators, and of Medusa against the original.
+"""Training speed of EAGLE-3 against speculators, and of Medusa against the original.
 
 `python scripts/bench/against_peers.py` makes the hidden states of one packed sequence, an embedding
 and an output head. It trains a head on them with each toolkit in a separate process: forward and
@@ -54,9 +54,8 @@ EAGLE3 = (
     Peer("ours, compiled", "eagle3_compiled"),
     Peer("speculators' trainer", "speculators", SPECULATORS),
 )
-DFLASH = (Peer("ours", "dflash"), Peer("speculators' trainer", "speculators_dflash", SPECULATORS))
 MEDUSA = (Peer("ours", "medusa"), Peer("original Medusa step", "original_medusa"))
-EAGLE3_STEPS, MEDUSA_HEADS, BLOCK_SIZE = (3, 7), 4, 16
+EAGLE3_STEPS, MEDUSA_HEADS = (3, 7), 4
 COLUMNS = (
     "path", "ms a step", "of ours", "tokens/s", "peak, MiB", "of ours", "first loss",
 )  # fmt: skip
@@ -126,12 +125,6 @@ def print_tables(options: argparse.Namespace) -> None:
         vars(options) | {"depth": MEDUSA_HEADS}, find_runnable_peers(MEDUSA)
     )
     print(f"\nMedusa, {MEDUSA_HEADS} heads of one layer; {versions}.\n\n{text}")
-    job = vars(options) | {"depth": BLOCK_SIZE, "draft_vocab": options.vocab}
-    text, versions = measure_peers(job, find_runnable_peers(DFLASH))
-    print(
-        f"\nDFlash, 5 layers, 128 blocks of {BLOCK_SIZE} rows in one document, all ids, on a CPU "
-        f"speculators by SDPA and its eager loss; {versions}.\n\n{text}"
-    )
 
 
 def find_runnable_peers(peers: tuple[Peer, ...]) -> list[Peer]:

@@ -4,15 +4,12 @@
 
 runs in the environment of the path that the job names, so it imports only torch and that path's
 library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
-
-Both DFlash paths draft after the same tokens of one document. They learn the target's distribution
-in the same way, through its frozen output head.
 """
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +27,6 @@ NUM_LAYERS = 3
 IGNORED = -100
 LEARNING_RATE = 1e-4
 LARGEST_NORM = 1.0
-FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
-NUM_BLOCK_LAYERS, NUM_ANCHORS, GAMMA, MASK = 5, 128, 4.0, 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class StepJob:
         path: a key of `STEPS_BY_NAME`.
         tokens, hidden, vocab, draft_vocab: T, H, V and W.
         num_heads, num_kv_heads, head_dim, intermediate: sizes of EAGLE's layer.
-        depth: K, steps of EAGLE's training-time test, Medusa heads or rows of a DFlash block.
+        depth: K, steps of EAGLE's training-time test or Medusa heads.
         threads: threads of torch, on a CPU.
         repeats: number of timed steps.
     """
@@ -325,121 +320,12 @@ def _copy_weights(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> 
         module.get_parameter(name.replace("layer.", layer)).data.copy_(weight)
 
 
-def build_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """Build the step of `train/dflash.py`, with the text left out of the loss."""
-    from transformers import GenerationConfig
-
-    from conf.settings.blocks import DFlashConfig
-    from heads.blocks.dflash import DFlashHead
-    from heads.blocks.network import build_block_config
-    from heads.vocab import DraftVocab
-    from train import block_objective
-    from train.dflash import DFlashObjective
-
-    config = DFlashConfig(
-        layers=[*range(1, NUM_LAYERS + 1)], num_layers=NUM_BLOCK_LAYERS, block_size=job.depth,
-        mask_token_id=MASK, slot_gamma=GAMMA, text_weight=0.0, divergence_weight=1.0,
-        off_path_weight=1.0,
-    )  # fmt: skip
-    inputs = join_documents(job, inputs)
-    target = make_target_parts(job, inputs)
-    # Its last hidden state has passed the final norm, so it is not read.
-    target.config.num_hidden_layers = NUM_LAYERS + 1
-    target.generation_config = GenerationConfig()
-    shape = build_block_config(config, target, sample_from_anchor=False)
-    head = DFlashHead(shape, DraftVocab.make_full(job.vocab)).initialise(target, seed=0)
-    _fill_alike(head)
-    # States end one token before the certain token.
-    block_objective.draw_anchors = lambda *_args: _choose_anchors(job) - 1
-    objective = DFlashObjective(head, target, config)
-    # speculators divides by all draft tokens, not by those of one depth.
-    objective.term_weights = objective.term_weights / len(objective.term_weights)
-    return build_own_step(objective, inputs, compiled=False)
-
-
-def build_speculators_dflash_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
-    """Build speculators' step of DFlash, called as its trainer does.
-
-    On a CPU its parts are replaced as in `build_speculators_step`.
-    """
-    from speculators.models.dflash import DFlashSpeculatorConfig, core
-    from transformers import Qwen3Config
-
-    inputs, on_cuda = join_documents(job, inputs), inputs.prenorm_states.is_cuda
-    shape = Qwen3Config(
-        vocab_size=job.vocab, hidden_size=job.hidden, intermediate_size=job.intermediate,
-        num_hidden_layers=NUM_BLOCK_LAYERS, num_attention_heads=job.num_heads,
-        num_key_value_heads=job.num_kv_heads, head_dim=job.head_dim, rms_norm_eps=NORM_EPS,
-        max_position_embeddings=job.tokens, tie_word_embeddings=False, use_sliding_window=False,
-        rope_parameters=job.build_llama_config().rope_parameters,
-    )  # fmt: skip
-    shape._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
-    model = core.DFlashDraftModel(
-        DFlashSpeculatorConfig(
-            transformer_layer_config=shape, draft_vocab_size=job.vocab, block_size=job.depth,
-            aux_hidden_state_layer_ids=[*range(1, NUM_LAYERS + 1)], mask_token_id=MASK,
-        )
-    )  # fmt: skip
-    _fill_alike(model)
-    for name in FROZEN:
-        weight = inputs.embedding if name == "embed_tokens.weight" else inputs.output_head
-        model.get_parameter(name).requires_grad_(False).copy_(weight)
-    model.to(inputs.prenorm_states.device).train()
-    anchors = _choose_anchors(job).to(inputs.prenorm_states.device)
-    drawn = anchors, torch.ones_like(anchors, dtype=torch.bool)
-    core.select_anchors = lambda *_args: drawn
-    settings, _validation = model.get_trainer_kwargs(
-        loss_fn="kl_div", loss_implementation="fused" if on_cuda else "eager",
-        dflash_decay_gamma=GAMMA, max_anchors=NUM_ANCHORS,
-        per_position_loss_weight="fixed-exp-decay",
-    )  # fmt: skip
-    batch = {
-        **{name: inputs.text[name] for name in ("input_ids", "position_ids", "document_ids")},
-        "loss_mask": inputs.text["loss_mask"].float(),
-        "hidden_states": torch.cat(list(inputs.layers), -1)[None],
-        "verifier_last_hidden_states": inputs.prenorm_states[None],
-    }
-
-    def loss() -> Tensor:
-        _draft_tokens, total, _metrics = model(**batch, **settings)
-        return total
-
-    return PeerTraining(model, loss)
-
-
-def _choose_anchors(job: StepJob) -> Tensor:
-    """Choose [A] tokens of the answer that have a whole block to learn after them."""
-    return torch.linspace(job.tokens // 3 + 1, job.tokens - job.depth - 1, NUM_ANCHORS).long()
-
-
-def _fill_alike(head: nn.Module) -> None:
-    """Fill all trained matrices with the same numbers, by their names."""
-    generator = torch.Generator().manual_seed(0)
-    for name, matrix in sorted(head.named_parameters()):
-        if matrix.dim() == 2 and name not in FROZEN:
-            matrix.data.copy_(torch.randn(matrix.shape, generator=generator) * 0.02)
-
-
-def join_documents(job: StepJob, inputs: StepInputs) -> StepInputs:
-    """Join all tokens to one document, the first third of which is a prompt."""
-    places = torch.arange(job.tokens, device=inputs.prenorm_states.device)[None]
-    text = {
-        "input_ids": inputs.text["input_ids"],
-        "position_ids": places,
-        "document_ids": torch.zeros_like(places),
-        "loss_mask": places >= job.tokens // 3,
-    }
-    return replace(inputs, text=text)
-
-
 STEPS_BY_NAME: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
     "eagle3": build_eagle3_step,
     "eagle3_compiled": partial(build_eagle3_step, compiled=True),
     "speculators": build_speculators_step,
     "medusa": build_medusa_step,
     "original_medusa": build_original_medusa_step,
-    "dflash": build_dflash_step,
-    "speculators_dflash": build_speculators_dflash_step,
 }
 
 
