@@ -15,9 +15,8 @@ from conf.settings.export import (
     MtpFilesRun,
     PushRun,
 )
-from conf.settings.scripts import ContestRun, PruneRun, RelayRun
+from conf.settings.scripts import PruneRun, RelayRun
 from conf.settings.target import Quantization
-from data.rows.data_files import check_data_paths
 from eval.preflight_checks import check_inputs
 from heads.folders import PROVENANCE, check_head_files, check_target_files
 
@@ -29,21 +28,6 @@ def is_occupied(out_dir: str) -> bool:
     """Tell whether a path is a file, or a folder that is not empty."""
     path = Path(out_dir)
     return path.exists() and (not path.is_dir() or any(path.iterdir()))
-
-
-def check_contest(config: ContestRun) -> None:
-    """Refuse two budgets or none, and missing inputs.
-
-    Raises:
-        InputError: names the setting and its allowed values.
-    """
-    if (config.tokens is None) == (config.minutes is None):
-        raise InputError(
-            f"tokens={config.tokens}, minutes={config.minutes}: exactly one must be set, as the "
-            "budget; set tokens= or minutes="
-        )
-    check_data_paths(config.prompts, "prompts")
-    check_inputs(config)
 
 
 def check_export(config: ExportRun) -> None:

@@ -676,7 +676,7 @@ scripts/merge_adapter.py target.path={in}/target
 scripts/merge_adapter.py target.path={in}/target target.adapter={in}/target
 scripts/compare.py results=[{in}]
 scripts/compare.py
-scripts/contest/run.py tokens=1000 minutes=2
+scripts/contest/run.py tokens=-1
 scripts/contest/run.py recipes=[] tokens=1000
 scripts/contest/run.py recipes=[medussa] tokens=1000
 scripts/repair.py target.path={in}/target

@@ -8,7 +8,6 @@ from conf.command.entry import Command
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = (
     "scripts/bench/peer_steps.py",
-    "scripts/contest/costs.py",
     "scripts/bench/llamacpp_speed.py",
 )
 """Scripts that other scripts start, and no user."""

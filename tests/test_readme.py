@@ -61,6 +61,7 @@ REQUIRED = {
     "scripts/push.py": ["repo_id=me/head"],
     "eval/serve.py": ["endpoint=http://localhost:8000"],
     "scripts/export.py": ["format=vllm"],
+    "scripts/contest/run.py": ["tokens=4096"],
     "scripts/relay.py": ["folder=/dev/shm/layers-2-18-33-36"],
 }
 PYTHON = "docs/python.md"

@@ -327,8 +327,8 @@ def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) ->
         ("scripts/regenerate.py", "data.path=gone.csv", "data.path=gone.csv: no such file"),
         (
             "scripts/contest/run.py",
-            "tokens=null",
-            "tokens=None, minutes=None: exactly one must be set",
+            "recipes=[medusa]",
+            "tokens is unset; it has no default: type tokens=VALUE",
         ),
         ("scripts/export.py", "format=vllm", "head.path is unset"),
         ("scripts/prune.py", "sizes=[8]", "head.path is unset"),

@@ -174,8 +174,6 @@ class CompareRun:
 class ContestPart(Enum):
     """Parts of a contest, in order."""
 
-    plan = "plan"
-    """Time every recipe and set its number of steps."""
     train = "train"
     measure = "measure"
     report = "report"
@@ -203,10 +201,8 @@ class ContestRun(PackedRun):
     recipes: list[str] = field(default_factory=lambda: ["medusa", "eagle3_1", "dspark"])
     """Heads to train: `medusa` or a recipe of `conf/head`. Settings may follow, as in `dspark
     head.num_layers=2`."""
-    tokens: int | None = None
-    """Training tokens per recipe, padding included. Set this or `minutes`."""
-    minutes: float | None = None
-    """Minutes of optimizer steps on this machine in total, shared equally by the recipes."""
+    tokens: int = "???"  # type: ignore[assignment]
+    """Training tokens per recipe, padding included."""
     train: ContestTrainConfig = field(default_factory=ContestTrainConfig)
     launch: list[str] = field(default_factory=list)
     """Arguments of `accelerate launch` for trainings, e.g.
@@ -216,15 +212,13 @@ class ContestRun(PackedRun):
     )
     """Methods of `eval/speedup.py` without a trained head to include."""
     concurrency: list[int] = field(default_factory=lambda: [1, 4])
-    """Batch sizes at which tokens/s are predicted and measured."""
+    """Batch sizes at which tokens/s are measured."""
     max_new_tokens: int = 128
     """Largest number of tokens per answer."""
     num_turns: int = 2
     """Questions to ask per dialogue."""
     num_repeats: int = 3
     """Timed passes over the prompts."""
-    probe_steps: int = 8
-    """Optimizer steps of the run that measures the time of a step."""
     parts: list[ContestPart] = field(default_factory=lambda: list(ContestPart))
     """Parts to run. Existing results are kept."""
     out_dir: str = "outputs/contest"
@@ -233,9 +227,7 @@ class ContestRun(PackedRun):
     """Seed of weights, data and sampling."""
 
     def __post_init__(self) -> None:
-        check_positive("", self, "tokens", "minutes", "max_new_tokens", "num_turns", "num_repeats")
-        if self.probe_steps < 4:
-            raise InputError(f"probe_steps={self.probe_steps}: must be at least 4")
+        check_positive("", self, "tokens", "max_new_tokens", "num_turns", "num_repeats")
         if not self.recipes:
             raise InputError("recipes=[]: no head to train; name one, e.g. recipes=[medusa]")
         if not self.concurrency or min(self.concurrency) < 1:
