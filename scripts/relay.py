@@ -175,7 +175,7 @@ class RelayHandler(BaseHTTPRequestHandler):
     def _send_file(self, path: Path) -> None:
         if path.is_symlink() or not (path.exists() or make_lock_path(path).exists()):
             raise FileNotFoundError
-        wait_until_whole(path, locks=True, timeout_s=WAIT_S)
+        wait_until_whole(path, WAIT_S)
         with open(path, "rb", buffering=0, opener=_no_link) as file:
             self.send_response(200)
             self.send_header("Content-Type", "application/octet-stream")

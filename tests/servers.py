@@ -371,7 +371,6 @@ class EngineServer(ChatServer):
         follows: the tokens that it answers, at most so many.
         log_probs: of the tokens of a prompt but the first.
         one_at_a_time: held while a target is read, which threads cannot share.
-        locks: it holds a lock on a file that is not complete.
         told_folder: the folder that it names in its replies.
     """
 
@@ -395,7 +394,6 @@ class EngineServer(ChatServer):
         self.states: Callable[[list[int]], Tensor] = self._by_hand
         self.follows: Callable[[list[int], int], list[int]] = lambda ids, num: [ids[-1] + 1] * num
         self.log_probs: Callable[[list[int]], list[float]] = lambda ids: [-1.0] * len(ids[1:])
-        self.locks = True
         self.one_at_a_time = threading.Lock()
         self.told_folder = self.folder
         self._counter = 0
@@ -412,9 +410,8 @@ class EngineServer(ChatServer):
         with self._lock:
             file = self.folder / f"{self._counter}.safetensors"
             self._counter += 1
-        lock = file.with_name(f"{file.name}.lock").open("wb") if self.locks else None
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = file.with_name(f"{file.name}.lock").open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
         new = self.follows(body["prompt"], body["max_tokens"])
         outputs = body.get("kv_transfer_params", {}).get("include_output_tokens")
         ids = body["prompt"] + (new[:-1] if outputs else [])
@@ -427,13 +424,9 @@ class EngineServer(ChatServer):
                 if tensors:
                     save_file(tensors, file)
             finally:
-                if lock is not None:
-                    lock.close()
+                lock.close()
 
-        if lock is None:
-            write()
-        else:
-            threading.Thread(target=write).start()
+        threading.Thread(target=write).start()
         told: dict[str, Any] = {"token_ids": new} if body.get("return_token_ids") else {}
         if "prompt_logprobs" in body:
             found = zip(body["prompt"][1:], self.log_probs(body["prompt"]), strict=True)

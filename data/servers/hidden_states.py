@@ -1,8 +1,9 @@
 """Hidden states of a frozen target from a vLLM server, for targets beyond one GPU.
 
 The server runs with the speculative method `extract_hidden_states`: it writes the hidden states of
-a prompt to a file on shared storage and names the file in its reply. The format of the file depends
-on vLLM's version.
+a prompt to a file on shared storage and names the file in its reply.
+
+Source: vLLM's `example_hidden_states_connector.py` as of 0.26 (pull request #46301).
 
 Letters: S tokens of a document, T tokens of a packed sequence, L layers in a file, D hidden.
 """
@@ -32,9 +33,8 @@ from data.servers.http_client import (
 )
 from data.servers.state_files import HiddenStatesError, SharedFolder, StateFiles
 
-FIRST_VERSION = (0, 18)
-"""First vLLM that writes hidden states, as (major, minor)."""
-WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--no-enable-prefix-caching")
+FIRST_VERSION = (0, 26)
+"""First vLLM that writes hidden states as they are read here, as (major, minor)."""
 KEPT_FREE = 2
 """Free bytes of the storage, as a multiple of all requested bytes, above which another file is
 requested."""
@@ -42,38 +42,6 @@ TRANSFER = "kv_transfer_params"
 INCLUDE_OUTPUTS = {"include_output_tokens": True}
 RequestSettings = Mapping[str, Any]
 """Request settings of OpenAI's protocol or of vLLM's additions."""
-
-
-@dataclass(frozen=True)
-class WritingFormat:
-    """Format in which a range of vLLM versions writes hidden states.
-
-    Attributes:
-        since: first version, as (major, minor).
-        options: further arguments of `vllm serve`.
-        locks: whether a lock file exists until the file is whole; otherwise the file is whole when
-            the server answers.
-        outputs: whether a request can also return the states of generated tokens.
-        hybrids: whether recurrent targets are written correctly, not as zeros.
-    """
-
-    since: tuple[int, int]
-    options: tuple[str, ...] = ()
-    locks: bool = True
-    outputs: bool = True
-    hybrids: bool = True
-
-
-WRITING_FORMATS = (
-    WritingFormat(FIRST_VERSION, locks=False, outputs=False, hybrids=False),
-    WritingFormat((0, 22), WHOLE_PROMPTS, outputs=False, hybrids=False),
-    WritingFormat((0, 24), hybrids=False),
-    WritingFormat((0, 26)),
-)
-"""Formats from the oldest on.
-
-Source: vLLM's `example_hidden_states_connector.py`, pull requests #33736 (0.18), #37374 (0.22),
-#43805 (0.24) and #46301 (0.26)."""
 
 
 class ServerUnavailableError(HiddenStatesError):
@@ -94,7 +62,6 @@ class ServerFeatureLayers:
         hidden_size: D.
         final_norm: the target's final norm on the CPU, which gives `hidden_states`; None omits
             `hidden_states`.
-        recurrent: whether the target has recurrent layers.
         target: Hub id or folder that the server is started with.
     """
 
@@ -102,7 +69,6 @@ class ServerFeatureLayers:
     num_layers: int
     hidden_size: int
     final_norm: Callable[[Tensor], Tensor] | None
-    recurrent: bool = False
     target: str = "MODEL"
 
     def __post_init__(self) -> None:
@@ -126,14 +92,11 @@ class ServerFeatureLayers:
         """Name of the folder of the files. The name tells readers the layers."""
         return "-".join(["layers", *map(str, self.written_layers)])
 
-    def serve_options(
-        self, storage: str | Path, writing: WritingFormat = WRITING_FORMATS[-1]
-    ) -> list[str]:
+    def serve_options(self, storage: str | Path) -> list[str]:
         """Build the arguments of `vllm serve` that make it write these hidden states.
 
         Args:
             storage: folder that server and reader see under one name.
-            writing: format of the server's version.
         """
         layers = {"eagle_aux_hidden_state_layer_ids": self.written_layers}
         speculative = {
@@ -149,7 +112,6 @@ class ServerFeatureLayers:
         return [
             *("--speculative-config", json.dumps(speculative)),
             *("--kv-transfer-config", json.dumps(transfer)),
-            *writing.options,
         ]
 
     @torch.no_grad()
@@ -168,7 +130,6 @@ class HiddenStatesClient(SyncEndpointClient):
     `eval.measure.engine_answers` checks that the server has this target's weights.
 
     Attributes:
-        writing: format of the server's version.
         max_model_len: largest number of tokens, including the generated one; None if unknown.
     """
 
@@ -193,7 +154,6 @@ class HiddenStatesClient(SyncEndpointClient):
         self.concurrency = concurrency
         self.model = endpoint.model
         self.max_model_len: int | None = None
-        self.writing = WRITING_FORMATS[-1]
         self._room = threading.Condition()
         self._num_bytes = 0  # requested but not read yet
 
@@ -223,12 +183,7 @@ class HiddenStatesClient(SyncEndpointClient):
         self.max_model_len = served.get("max_model_len") or base.get("max_model_len")
         version = self.portal.call(self.client.request_version)
         if version is not None:
-            self.writing = choose_writing_format(version, str(self.endpoint))
-        if self.taps.recurrent and not self.writing.hybrids:
-            raise self._make_input_error(
-                f"vLLM {version} writes zeros for a target with recurrent layers; serve with 0.26 "
-                "or newer"
-            )
+            check_version(version, str(self.endpoint))
         self.request_states([0])
 
     def request_states(self, token_ids: list[int]) -> dict[str, Tensor]:
@@ -260,7 +215,7 @@ class HiddenStatesClient(SyncEndpointClient):
             return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], entries, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise self._make_input_error(
-                "returns no prompt_logprobs; serve with vLLM 0.18 or newer"
+                "returns no prompt_logprobs; serve with vLLM 0.26 or newer"
             ) from error
 
     def request_answer(
@@ -289,7 +244,7 @@ class HiddenStatesClient(SyncEndpointClient):
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Request an answer with the hidden states of all tokens but its last.
 
-        Newer vLLM versions return both from one request. Arguments are those of `request_answer`.
+        One request gives both. Arguments are those of `request_answer`.
 
         Returns:
             Token ids of the answer, and states as from `request_states`.
@@ -297,9 +252,6 @@ class HiddenStatesClient(SyncEndpointClient):
         Raises:
             InputError: as `request_states`.
         """
-        if not self.writing.outputs:
-            ids = self.request_answer(prompt, max_new_tokens, request_settings)
-            return ids, self.request_states(prompt + ids[:-1])
         settings = {**WHOLE_DISTRIBUTION, **request_settings, "return_token_ids": True}
         settings[TRANSFER] = INCLUDE_OUTPUTS
         with self._reserve_storage(len(prompt) + max_new_tokens):
@@ -385,7 +337,7 @@ class HiddenStatesClient(SyncEndpointClient):
     def _load_states(self, path: Path, token_ids: list[int]) -> dict[str, Tensor]:
         """Load and check the hidden states in a file that the server named."""
         try:
-            written = self.files.load_and_delete(path, token_ids, self.writing.locks)
+            written = self.files.load_and_delete(path, token_ids)
         except InputError as error:
             raise type(error)(f"{self.endpoint}: {error}") from error
         shape = [len(token_ids), len(self.taps.written_layers), self.taps.hidden_size]
@@ -408,7 +360,7 @@ class HiddenStatesClient(SyncEndpointClient):
         return self.taps.split_layers(written)
 
     def _format_serve_hint(self) -> str:
-        options = self.taps.serve_options("/dev/shm", self.writing)
+        options = self.taps.serve_options("/dev/shm")
         return f"serve with: {shlex.join(['vllm', 'serve', self.taps.target, *options])}"
 
     def _make_states_error(self, text: str) -> HiddenStatesError:
@@ -418,24 +370,22 @@ class HiddenStatesClient(SyncEndpointClient):
         return InputError(f"{self.endpoint}: {text}")
 
 
-def choose_writing_format(version: str, who: str) -> WritingFormat:
-    """Choose the format in which a vLLM version writes hidden states.
+def check_version(version: str, who: str) -> None:
+    """Refuse a vLLM that writes hidden states in another format, or none.
 
     Args:
-        version: version as the server gives it. A version without numbers is a build of the newest
-            source.
+        version: version as the server gives it. A version without numbers, and 0.1.dev1, are builds
+            of the newest source.
         who: name of the server, for the message.
 
     Raises:
         InputError: the version is too old.
     """
     match = re.match(r"v?(\d+)\.(\d+)", version)
-    numbers = (int(match[1]), int(match[2])) if match else WRITING_FORMATS[-1].since
-    if numbers[0] == 0 and numbers[1] < 2 and match and "dev" in version:
-        numbers = WRITING_FORMATS[-1].since  # 0.1.dev1, the version of a build without tags
-    if numbers < FIRST_VERSION:
+    numbers = (int(match[1]), int(match[2])) if match else FIRST_VERSION
+    is_untagged = numbers[0] == 0 and numbers[1] < 2 and "dev" in version
+    if numbers < FIRST_VERSION and not is_untagged:
         raise InputError(
-            f"{who}: vLLM {version} writes no hidden states; serve with 0.26 or newer (allowed: "
-            "0.18 and newer)"
+            f"{who}: vLLM {version} writes hidden states in an older format, or none; serve with "
+            "0.26 or newer"
         )
-    return [each for each in WRITING_FORMATS if each.since <= numbers][-1]

@@ -72,13 +72,12 @@ class HiddenStatesError(InputError):
 class StateFiles(Protocol):
     """Access to a server's files."""
 
-    def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
+    def load_and_delete(self, path: Path, token_ids: list[int]) -> Tensor:
         """Read a file and delete it.
 
         Args:
             path: path as the server names it.
             token_ids: [S] ids that the file must hold; other files are not deleted.
-            locks: whether the server locks a neighbour file until the file is whole.
 
         Returns:
             `hidden_states` as written; [S, L, D] from a correctly started server.
@@ -111,9 +110,9 @@ class SharedFolder:
         self._folder: Path | None = None
         self._swept_at = -SWEEP_EVERY_S
 
-    def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:
+    def load_and_delete(self, path: Path, token_ids: list[int]) -> Tensor:
         """See `StateFiles`."""
-        wait_until_whole(path, locks, self.timeout_s)
+        wait_until_whole(path, self.timeout_s)
         try:
             with path.open("rb", buffering=0) as file:
                 tensors = load_safetensors(file, os.fstat(file.fileno()).st_size)
@@ -147,15 +146,14 @@ class SharedFolder:
         """See `StateFiles`."""
 
 
-def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
+def wait_until_whole(path: Path, timeout_s: float) -> None:
     """Wait until the writer is done and the whole file is visible.
 
-    If a lock file exists, the lock decides. On network file systems without visible locks, the file
-    must be whole in two looks.
+    The writer holds `path.lock` until it is done. On network file systems without visible locks,
+    the file must be whole in two looks.
 
     Args:
         path: path of a safetensors file.
-        locks: whether the writer holds `path.lock` until it is done.
         timeout_s: seconds that the lock may be held.
 
     Raises:
@@ -166,7 +164,7 @@ def wait_until_whole(path: Path, locks: bool, timeout_s: float) -> None:
     start = released = time.monotonic()
     was_whole = False
     while True:
-        locked, now = (_is_lock_held(path) if locks else False), time.monotonic()
+        locked, now = _is_lock_held(path), time.monotonic()
         if locked:
             released = now
             if now - start > timeout_s:
@@ -280,7 +278,7 @@ class RelayFiles:
         self._free: int | None = None
         self._free_at = -FREE_FOR_S
 
-    def load_and_delete(self, path: Path, token_ids: list[int], locks: bool) -> Tensor:  # noqa: ARG002  the relay sees
+    def load_and_delete(self, path: Path, token_ids: list[int]) -> Tensor:
         """See `StateFiles`."""
         tensors = self._send_request(
             "GET", path.name, lambda body: load_safetensors(body, body.length or 0), self.timeout_s

@@ -25,7 +25,6 @@ from data.servers.server_pool import HiddenStatesPool
 from data.servers.state_files import RelayFiles, StateFiles
 from eval.decode.generation_config import StopRules
 from eval.measure.target_answers import AnswerWithStates
-from heads.target_model.architecture import AttentionPattern
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
 from heads.target_model.remote import RemoteTarget, load_early_layers
@@ -152,9 +151,8 @@ def open_states_pool(
     Raises:
         InputError: a server does not give the states of these layers.
     """
-    recurrent = AttentionPattern.from_config(target.config, target.name).is_recurrent
     size = target.num_layers, target.hidden_size
-    taps = ServerFeatureLayers(tuple(layers), *size, final_norm, recurrent, target.name)
+    taps = ServerFeatureLayers(tuple(layers), *size, final_norm, target.name)
     endpoints = [
         Endpoint(
             url,

@@ -26,7 +26,7 @@ from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
-from data.servers.hidden_states import WRITING_FORMATS, HiddenStatesClient, ServerFeatureLayers
+from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
 from eval import serve
@@ -131,7 +131,6 @@ def test_vllm_hands_out_the_states_that_we_compute(
         HiddenStatesPool([HiddenStatesClient(Endpoint(url), taps, concurrency=4)]) as engine,
     ):
         assert engine.servers[0].max_model_len == 128
-        assert engine.servers[0].writing == WRITING_FORMATS[-1]
         found = list(engine.stream_states(documents))
         answered = engine.request_answers_with_states([ids[:20], ids[:5]], 12, {"temperature": 0.0})
         assert list((storage / "layers-0-1-3-4").iterdir()) == []

@@ -62,7 +62,7 @@ def test_states_come_as_they_were_written_and_are_deleted(folder: Path) -> None:
         client = RelayFiles(server.url, timeout_s=5.0)
         for _ in range(3):
             (folder / NAME).write_bytes(CONTENT)
-            found = client.load_and_delete(THERE, IDS, locks=True)
+            found = client.load_and_delete(THERE, IDS)
             assert found.dtype is torch.bfloat16
             assert torch.equal(found, STATES)
             assert list(folder.iterdir()) == []
@@ -78,9 +78,7 @@ def test_many_threads_take_their_own(folder: Path) -> None:
         def take(number: int) -> None:
             tensors = {"hidden_states": STATES + number, "token_ids": torch.tensor([number])}
             save_file(tensors, folder / f"{number}.safetensors")
-            found[number] = client.load_and_delete(
-                Path(f"/x/{number}.safetensors"), [number], locks=True
-            )
+            found[number] = client.load_and_delete(Path(f"/x/{number}.safetensors"), [number])
 
         threads = [threading.Thread(target=take, args=(number,)) for number in range(20)]
         for thread in threads:
@@ -103,9 +101,7 @@ def test_a_file_that_is_being_written_is_waited_for(folder: Path) -> None:
 
     threading.Timer(0.3, end).start()
     with relaying(folder) as server:
-        assert torch.equal(
-            RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS, locks=True), STATES
-        )
+        assert torch.equal(RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS), STATES)
 
 
 @pytest.mark.parametrize("given", [None, "other", KEY[:-1], KEY + "x"])
@@ -121,7 +117,7 @@ def test_nobody_without_the_token_is_answered(
             f"target.relay={server.url}: HTTP 401: wrong token; set HEADSMITH_RELAY_TOKEN here as"
         )
         with pytest.raises(InputError, match=message) as refused:
-            client.load_and_delete(THERE, IDS, locks=True)
+            client.load_and_delete(THERE, IDS)
     assert not isinstance(refused.value, HiddenStatesError)
     assert KEY not in str(refused.value)
     assert given is None or given not in str(refused.value)
@@ -133,7 +129,7 @@ def test_the_token_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with relaying(folder, KEY) as server:
         client = RelayFiles(server.url, 5.0)
         assert client.free_bytes() > 0
-        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
 
 
 @pytest.mark.parametrize("value", ["two words", "schlüssel", "line\nbreak"])
@@ -151,13 +147,13 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
     with relaying(folder) as server:
         url, port = server.url, server.server_port
         client = RelayFiles(url, 5.0)
-        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
     client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # the relay's end of it, which outlived it
     monkeypatch.setattr(relay_client.time, "sleep", waits.append)
     with pytest.raises(
         HiddenStatesError, match=rf"target.relay={url}: \w+Error: .* \(4 attempts\)"
     ):
-        client.load_and_delete(THERE, IDS, locks=True)
+        client.load_and_delete(THERE, IDS)
     assert waits == [0, 0, 0.01, 0.02]
     (folder / NAME).write_bytes(CONTENT)
     with relaying(folder, port=port):
@@ -166,7 +162,7 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
             ended.connect()
             ended.sock.shutdown(socket.SHUT_RDWR)
             client._idle.append(ended)
-        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
 
 
 class Breaking(BaseHTTPRequestHandler):
@@ -215,10 +211,10 @@ def test_a_relay_that_dies_in_the_middle_of_a_file_or_is_busy(
     Breaking.num_broken, Breaking.busy = num_broken, busy
     client = RelayFiles(breaking, 5.0)
     if num_broken < 4:
-        assert torch.equal(client.load_and_delete(THERE, IDS, locks=True), STATES)
+        assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
         return
     with pytest.raises(HiddenStatesError, match=rf"{message} \(4 attempts\)"):
-        client.load_and_delete(THERE, IDS, locks=True)
+        client.load_and_delete(THERE, IDS)
 
 
 def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
@@ -229,7 +225,7 @@ def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
         pytest.raises(HiddenStatesError, match=r"Timeout.*\(1 attempts\)"),
     ):
         begin = time.monotonic()
-        RelayFiles(server.url, timeout_s=0.2).load_and_delete(THERE, IDS, locks=True)
+        RelayFiles(server.url, timeout_s=0.2).load_and_delete(THERE, IDS)
     assert time.monotonic() - begin < 5
     lock.close()
 
@@ -250,7 +246,7 @@ def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
 def test_a_file_that_another_attempt_may_give(folder: Path, change, message: str) -> None:
     change(folder / NAME)
     with relaying(folder) as server, pytest.raises(HiddenStatesError, match=message):
-        RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS, locks=True)
+        RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS)
 
 
 def asked(server: RelayServer, method: str, path: str) -> tuple[int, bytes]:
@@ -324,9 +320,7 @@ def test_an_address_of_the_newer_kind(folder: Path) -> None:
             pytest.skip("this machine has none")
     with relaying(folder, host="::1") as server:
         assert server.url == f"http://[::1]:{server.server_port}"
-        assert torch.equal(
-            RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS, locks=True), STATES
-        )
+        assert torch.equal(RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS), STATES)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])

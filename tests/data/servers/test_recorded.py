@@ -11,7 +11,6 @@ from tests.servers import EngineServer
 
 NAMES = '{{"object":"list","data":[{{"id":"{id}","object":"model","created":1795670648,"owned_by":"vllm","root":"{id}","parent":null,"max_model_len":{length},"permission":[]}}]}}'  # noqa: E501
 RECORDED = {
-    "0.25.1": '{"id": "cmpl-ae14d36ac7e3deda", "object": "text_completion", "created": 1795669667, "model": "target", "choices": [{"index": 0, "text": "", "logprobs": null, "finish_reason": "stop", "stop_reason": null, "token_ids": null, "prompt_logprobs": null, "prompt_token_ids": null, "routed_experts": null}], "service_tier": null, "system_fingerprint": "vllm-0.25.1-166df2fc", "usage": {"prompt_tokens": 139, "total_tokens": 140, "completion_tokens": 1, "prompt_tokens_details": null}, "kv_transfer_params": {"hidden_states_path": "/dev/shm/old/layers-1-2-4/cmpl-ae14d36ac7e3deda-0-ac7d02b1.safetensors"}, "metrics": null}',  # noqa: E501
     "0.32.0": '{"id":"cmpl-8f0bc5cd0e608177","object":"text_completion","created":1795670646,"model":"target","choices":[{"index":0,"text":"\\n        self","logprobs":null,"finish_reason":"length","stop_reason":null,"token_ids":[302,359],"prompt_logprobs":null,"prompt_token_ids":[5,6,7],"routed_experts":null}],"service_tier":null,"system_fingerprint":"vllm-0.32.0-fc9d20bc","usage":{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2,"prompt_tokens_details":null,"completion_tokens_details":null},"kv_transfer_params":{"hidden_states_path":"/dev/shm/layers-2-4-5-8/cmpl-8f0bc5cd0e608177-0-8f99cc17.safetensors"},"ec_transfer_params":null,"metrics":null}',  # noqa: E501
 }
 
@@ -34,7 +33,6 @@ def test_states_are_read_by_a_recorded_answer(tmp_path: Path, version: str) -> N
     server = RecordedServer(tmp_path, version)
     with server, engine(server) as states:
         assert (states.model, states.max_model_len) == ("target", 320)
-        assert states.writing.outputs
         found = states.request_states([5, 6, 7])
         assert all(found[name].equal(tensor) for name, tensor in expected([5, 6, 7]).items())
 

@@ -46,11 +46,10 @@ def later(seconds: float, action: Any) -> None:
     threading.Timer(seconds, action).start()
 
 
-@pytest.mark.parametrize("locks", [True, False])
-def test_a_file_is_read_and_deleted_with_its_lock(path: Path, locks: bool) -> None:
+def test_a_file_is_read_and_deleted_with_its_lock(path: Path) -> None:
     folder = SharedFolder(timeout_s=5.0)
     assert folder.free_bytes() is None
-    assert torch.equal(folder.load_and_delete(path, IDS, locks), STATES)
+    assert torch.equal(folder.load_and_delete(path, IDS), STATES)
     assert list(path.parent.iterdir()) == []
     assert folder.free_bytes() > 0
 
@@ -98,7 +97,7 @@ def test_a_held_lock_is_waited_for_and_then_the_file(path: Path) -> None:
         later(0.05, lambda: path.write_bytes(content))
 
     later(0.3, end)
-    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
+    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS), STATES)
 
 
 def test_a_lock_that_shows_behind_its_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +114,14 @@ def test_a_lock_that_shows_behind_its_file(path: Path, monkeypatch: pytest.Monke
             locks.pop().close()
 
     monkeypatch.setattr(files.time, "sleep", sleep)
-    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
+    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS), STATES)
     assert len(num_looks) == 5
 
 
 def test_a_lock_that_is_held_for_ever(path: Path) -> None:
     message = r": not written after 0 s; see the server's log"
     with held(path), pytest.raises(HiddenStatesError, match=message):
-        SharedFolder(0.1).load_and_delete(path, IDS, locks=True)
+        SharedFolder(0.1).load_and_delete(path, IDS)
     assert path.exists()
 
 
@@ -135,7 +134,7 @@ def test_a_file_that_shows_late(path: Path, locked: bool) -> None:
         make_lock_path(path).unlink()
     later(0.03, lambda: path.write_bytes(content[:150]))
     later(0.08, lambda: path.write_bytes(content))
-    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
+    assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS), STATES)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +153,10 @@ def test_where_the_file_system_cannot_lock_the_size_tells(
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
     if refused is None:
-        assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS, locks=True), STATES)
+        assert torch.equal(SharedFolder(5.0).load_and_delete(path, IDS), STATES)
         return
     with pytest.raises(InputError, match=refused):
-        SharedFolder(5.0).load_and_delete(path, IDS, locks=True)
+        SharedFolder(5.0).load_and_delete(path, IDS)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_where_the_file_system_cannot_lock_the_size_tells(
 def test_what_another_attempt_may_give(path: Path, change: Any, message: str) -> None:
     change(path)
     with pytest.raises(HiddenStatesError, match=message):
-        SharedFolder(5.0).load_and_delete(path, IDS, locks=True)
+        SharedFolder(5.0).load_and_delete(path, IDS)
 
 
 def test_what_nobody_waits_for_is_deleted_now_and_then(
@@ -193,18 +192,18 @@ def test_what_nobody_waits_for_is_deleted_now_and_then(
 
     leave(61)
     (path.parent / "young.safetensors").touch()
-    folder.load_and_delete(path, IDS, locks=True)
+    folder.load_and_delete(path, IDS)
     names = {each.name for each in path.parent.iterdir()}
     assert names == {"young.safetensors", "notes.txt"}
     told = f"{path.parent}: deleted 2 files that no process has read for 1 minutes\n"
     assert capfd.readouterr().err == told
     leave(61)
     again.write_bytes(content)
-    folder.load_and_delete(again, IDS, locks=False)
+    folder.load_and_delete(again, IDS)
     assert (path.parent / "old.safetensors").exists()  # too soon to look again
     monkeypatch.setattr(files, "SWEEP_EVERY_S", 0.0)
     again.write_bytes(content)
-    folder.load_and_delete(again, IDS, locks=False)
+    folder.load_and_delete(again, IDS)
     assert not (path.parent / "old.safetensors").exists()
     leave(59)
     assert delete_old_files(path.parent, 60) == 0
