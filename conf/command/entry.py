@@ -3,12 +3,14 @@
 Errors have one pattern: setting=value: what is wrong; what is allowed; what to type.
 """
 
+import logging.config
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import pairwise
@@ -19,10 +21,7 @@ import hydra
 from hydra import compose, initialize
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, errors
 
 from conf.command.environment import count_threads, set_num_threads, set_passive_wait_policy
@@ -44,7 +43,8 @@ HYDRA = {
 }
 """Settings of Hydra, which writes no files: rank 0 saves the settings of a run beside its
 results."""
-FULL_ERROR = "HYDRA_FULL_ERROR"
+SILENT = {"version": 1, "root": {"level": "ERROR"}, "disable_existing_loggers": True}
+"""Settings of logging, as of Hydra's `disabled`."""
 HELP, SWEEP = {"--help", "-h"}, {"--multirun", "-m"}
 KEY = re.compile(r"\+{0,2}([\w-]+(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 """Name and value of the setting in an override that is typed."""
@@ -71,6 +71,7 @@ class Command(Generic[Config]):
     name: str
     recipes: tuple[str, ...] = ()
     check: Callable[[Config], None] | None = None
+    _jobs: list[Config] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def parse_command_line(self) -> None:
         """Parse the command line. Scripts call this before imports that take seconds.
@@ -81,39 +82,32 @@ class Command(Generic[Config]):
         """
         set_passive_wait_policy()
         argv = sys.argv[1:]
+        self._jobs.clear()
         if HELP & set(argv):
             _exit_on_input_error(partial(self._print_help, argv))
             sys.exit(0)
-        _exit_on_input_error(partial(self._check_typed_forms, argv))
-        checked = []
-        jobs = _split_sweep(argv)
-        for number, job in enumerate(jobs):
-            _exit_on_input_error(partial(self._check_keys, job))
-
-            def check(composed: DictConfig, number: int | None = number) -> None:
-                checked.append(_convert_settings(composed, number if SWEEP & set(argv) else None))
-                if self.check is not None:
-                    self.check(checked[-1])
-
-            with _raise_hydra_errors():
-                _exit_on_input_error(partial(self._check_job, check, job))
-        if not checked:  # Hydra had something to show, such as `--cfg job`
+        _exit_on_input_error(partial(self._compose_jobs, argv))
+        if not self._jobs:  # Hydra had something to show, such as `--cfg job`
             sys.exit(0)
 
     def run(self, main: Callable[[Config], None]) -> None:
-        """Run `main` with the settings composed from the schema, a recipe and argv.
+        """Run `main` with the settings of `parse_command_line`.
 
-        In a sweep (`--multirun`), job n gets the folder `out_dir/n`, the same in every process.
+        In a sweep (`--multirun`), job n gets the folder `out_dir/n`, the same in every process. A
+        job that fails does not keep the others from running.
         """
-
-        def job(composed: DictConfig) -> None:
-            hydra_config = HydraConfig.get()
-            number = hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else None
-            settings = _convert_settings(composed, number)
+        if not self._jobs:  # the script is imported
+            self.parse_command_line()
+        logging.config.dictConfig(SILENT)  # the loggers of all that is imported by now
+        failures = []
+        for settings in self._jobs:
             set_num_threads(_count_threads(settings))
-            main(settings)
-
-        self._run_hydra(job, sys.argv[1:])
+            try:
+                _exit_on_input_error(partial(main, settings))
+            except Exception as error:  # noqa: BLE001  raised after the others
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def compose_settings(self, overrides: list[str]) -> DictConfig:
         """Compose unchecked settings from the schema's defaults, the recipe and overrides."""
@@ -121,31 +115,35 @@ class Command(Generic[Config]):
         with initialize(version_base=None, config_path=None):
             return compose(self._config_name, overrides)
 
-    def _check_job(self, check: Callable[[DictConfig], None], job: list[str]) -> None:
-        """Compose the settings of a job and pass them to `check`.
+    def _compose_jobs(self, argv: list[str]) -> None:
+        """Compose and check the settings of the command, or of every job of a sweep.
 
         Raises:
-            InputError: Hydra refuses the command line.
+            InputError: a setting is wrong, or Hydra refuses the command line.
         """
+
+        def add_job(composed: DictConfig) -> None:
+            settings = _convert_settings(composed, len(self._jobs) if SWEEP & set(argv) else None)
+            if self.check is not None:
+                self.check(deepcopy(settings))
+            self._jobs.append(settings)
+
+        self._check_typed_forms(argv)
+        self._check_keys(argv)
+        self._register_settings()
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors and prints none
+        start = hydra.main(
+            version_base=None, config_path=str(RECIPES), config_name=self._config_name
+        )
+        with self._convert_hydra_errors():
+            start(lambda composed: _exit_on_input_error(partial(add_job, composed)))()
+
+    @contextmanager
+    def _convert_hydra_errors(self) -> Iterator[None]:
         try:
-            self._run_hydra(check, job)
+            yield
         except HydraException as error:
             raise convert_hydra_error(error, self.schema, self.recipes) from error
-
-    def _run_hydra(self, task: Callable[[DictConfig], None], argv: list[str]) -> None:
-        self._register_settings()
-        before = sys.argv
-        sys.argv = [before[0], *argv]
-
-        def exit_if_refused(composed: DictConfig) -> None:
-            _exit_on_input_error(partial(task, composed))
-
-        try:
-            hydra.main(version_base=None, config_path=str(RECIPES), config_name=self._config_name)(
-                exit_if_refused
-            )()
-        finally:
-            sys.argv = before
 
     @property
     def _config_name(self) -> str:
@@ -166,9 +164,9 @@ class Command(Generic[Config]):
         settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
         store.store(name=self._config_name, node=settings)
 
-    def _check_keys(self, job: list[str]) -> None:
+    def _check_keys(self, argv: list[str]) -> None:
         """Refuse settings that the command lacks, naming the commands that have them."""
-        for key in filter(None, (KEY.match(override) for override in job)):
+        for key in filter(None, (KEY.match(word) for word in argv)):
             if key[1] == "head" and not self.recipes and (found := _find_recipe_script(key[2])):
                 raise InputError(f"head={key[2]}: {found}")
             if not (key[1] == "head" and self.recipes) and not key[1].startswith("hydra"):
@@ -191,10 +189,8 @@ class Command(Generic[Config]):
         """Print all settings, or those that argv names, with the values that argv sets."""
         given = [word for word in argv if not word.startswith("-")]
         overrides = [word for word in given if "=" in word]
-        try:
+        with self._convert_hydra_errors():
             composed = self.compose_settings(overrides)
-        except HydraException as error:
-            raise convert_hydra_error(error, self.schema, self.recipes) from error
         settings = list_settings(self.schema, composed)
         names = [word for word in given if "=" not in word]
         if names:
@@ -275,34 +271,6 @@ def _find_recipe_script(name: str) -> str | None:
                 f"another command trains it; type {typed}, or head.path=FOLDER for a trained head"
             )
     return None
-
-
-def _split_sweep(argv: list[str]) -> list[list[str]]:
-    """Split the command line of a sweep into those of its jobs; return others as one job."""
-    if not SWEEP & set(argv):
-        return [argv]
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    given = [word for word in argv if not word.startswith("-")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(given)
-        return BasicSweeper.split_arguments(parsed, None)[0]
-    except HydraException:  # checking the job raises it again, where it is converted
-        return [given]
-
-
-@contextmanager
-def _raise_hydra_errors() -> Iterator[None]:
-    """Make Hydra raise its errors instead of printing them and ending the process."""
-    before = os.environ.get(FULL_ERROR)
-    os.environ[FULL_ERROR] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[FULL_ERROR]
-        else:
-            os.environ[FULL_ERROR] = before
 
 
 def _exit_on_input_error(task: Callable[[], None]) -> None:
