@@ -8,7 +8,7 @@ Letters: F width of a hidden state, H hidden, V target vocabulary, W draft vocab
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import permutations
@@ -126,43 +126,6 @@ class FeatureHead(DraftHead):
             return self.lm_head(outputs)
         weight = self.target.output_head.weight
         return self.target.compute_logits(outputs.to(weight.dtype)).to(outputs.dtype)
-
-
-def tie_output_head(settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Add the output head that a config ties to the head's own embedding, as engines do, in place.
-
-    The key is transformers'. A head with a smaller draft vocabulary has rows for other ids, so its
-    output head is never tied.
-
-    Args:
-        settings: content of `config.json`.
-        tensors: tensors by their names in the head; `embed_tokens.weight`, [V, D], is copied to
-            `lm_head.weight` unless that is there.
-    """
-    embedding = tensors.get("embed_tokens.weight")
-    if settings.get("tie_word_embeddings") and embedding is not None and "d2t" not in tensors:
-        tensors.setdefault("lm_head.weight", embedding.clone())
-
-
-def check_layer_ids(
-    named: Mapping[str, Sequence[int] | None], make_error: Callable[[str], InputError]
-) -> None:
-    """Refuse a config that names different target layers in several places.
-
-    Args:
-        named: layers by the place that names them.
-        make_error: function that makes an error of a problem.
-
-    Raises:
-        InputError: naming two places and their layers.
-    """
-    stated = [(place, list(layers)) for place, layers in named.items() if layers]
-    for place, layers in stated[1:]:
-        first, expected = stated[0]
-        if layers != expected:
-            raise make_error(
-                f"config.json says {first}={expected}, but {place}={layers}; keep the right one"
-            )
 
 
 def make_config_variant(

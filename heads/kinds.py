@@ -1,6 +1,5 @@
 """Table of draft heads and their loader. A new kind needs a file or folder, and a line here."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,6 +7,7 @@ from tempfile import TemporaryDirectory
 import heads.blocks.layouts
 import heads.eagle.layouts
 from conf.errors import InputError
+from conf.files import load_json
 from heads.blocks.dflash import DFlashHead
 from heads.blocks.dflash2 import DFlash2Head
 from heads.blocks.dspark import DSparkHead
@@ -96,8 +96,7 @@ def _unpack_gguf(file: Path, folder: Path, path: str, native: Path) -> None:
             f"{what}: a GGUF file of architecture {architecture}; allowed: "
             f"{', '.join(GGUF_READERS)}"
         )
-    record = folder / PROVENANCE
-    export = json.loads(record.read_text()).get("export", {}) if record.is_file() else {}
+    export = (load_json(folder / PROVENANCE) or {}).get("export") or {}
     config, tensors = GGUF_READERS[architecture](opened, what, export.get("added", []))
     write_head_folder(native, WEIGHTS, tensors, {"config.json": config})
 

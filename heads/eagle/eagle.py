@@ -23,13 +23,7 @@ from heads.draft_head import (
     Variant,
     get_head_settings,
 )
-from heads.eagle.checkpoint import (
-    REQUIRED_VALUES,
-    EagleCheckpoint,
-    build_head_config,
-    load_into,
-    pop_draft_vocab,
-)
+from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.drafter import EagleChain, EagleTree
 from heads.eagle.layouts import (
     LAYOUTS,
@@ -114,8 +108,8 @@ class EagleHead(EagleNetwork):
         Without layer ids in `config.json`, the head takes the default ones when attached.
         """
         checkpoint = EagleCheckpoint.from_folder(folder, path)
-        config = build_head_config(checkpoint, layers, REQUIRED_VALUES)
-        return load_into(cls(config, pop_draft_vocab(checkpoint, config.form)), checkpoint)
+        config = checkpoint.build_head_config(layers, REQUIRED_VALUES)
+        return checkpoint.load_into(cls(config, checkpoint.pop_eagle_vocab()))
 
     @classmethod
     def from_settings(

@@ -33,13 +33,7 @@ from heads.decoding.head_drafter import (
     expand_tree,
 )
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
-from heads.eagle.checkpoint import (
-    REQUIRED_VALUES,
-    EagleCheckpoint,
-    build_head_config,
-    load_into,
-    pop_draft_vocab,
-)
+from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.drafter import EagleDrafter, find_last_rows
 from heads.eagle.eagle import (
     EagleHead,
@@ -373,7 +367,7 @@ class PEagleHead(PEagleNetwork, EagleHead):
         if not is_peagle_folder(folder, path):
             return None
         checkpoint, config, vocab = load_peagle_checkpoint(folder, path, layers)
-        return load_into(cls(config, vocab), checkpoint)
+        return checkpoint.load_into(cls(config, vocab))
 
     @classmethod
     def from_settings(
@@ -503,7 +497,7 @@ def load_peagle_checkpoint(
     required_values = {
         name: value for name, value in REQUIRED_VALUES.items() if name not in UNCHECKED_KEYS
     }
-    eagle_config = build_head_config(checkpoint, layers, {**required_values, "norm_output": False})
+    eagle_config = checkpoint.build_head_config(layers, {**required_values, "norm_output": False})
     if not eagle_config.layers:
         raise checkpoint.make_error(
             "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
@@ -527,7 +521,7 @@ def load_peagle_checkpoint(
         mask_token_id=mask_token_id,
         num_draft_tokens=_parse_num_draft_tokens(checkpoint),
     )
-    return checkpoint, config, pop_draft_vocab(checkpoint, config.form)
+    return checkpoint, config, checkpoint.pop_eagle_vocab()
 
 
 def _parse_num_draft_tokens(checkpoint: EagleCheckpoint) -> int:
