@@ -1,8 +1,9 @@
 """GGUF files of llama.cpp: the file format, and the metadata of targets and heads inside.
 
 The format is metadata and tensors in one file, version 3, little-endian. A string is its length as
-u64 and UTF-8; shapes have the fastest dimension first, the reverse of torch's. It is written here,
-because the `gguf` package (0.19) lacks the architectures `eagle3` and `dflash`.
+u64 and UTF-8; shapes have the fastest dimension first, the reverse of torch's. The package `gguf`
+writes files. Headers are read here, before commands refuse a target: with 152,000 tokens the
+package's reader takes 16 s, this one 0.3 s.
 
 The second part names what the files hold: names of tensors, sizes, vocabulary and RoPE.
 
@@ -11,24 +12,23 @@ Source: ggml `docs/gguf.md`; llama.cpp b11434 `src/llama-{arch,model,vocab}.cpp`
 """
 
 import math
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGUFValueType as Kind
 from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.files import HUB_ID, split_gguf_path, write_atomically
+from conf.files import HUB_ID, split_gguf_path
 from heads.vocab import DraftVocab
 
-MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
-ARRAY = 9
+MAGIC, ALIGNMENT = b"GGUF", 32
 DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
 """Types of tensors that are read and written; others are quantised or unused here."""
 DTYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
@@ -93,27 +93,6 @@ NO_LAYER_INPUTS = (
 """Model types that llama.cpp runs, but not with a head: its server ends at the first request."""
 
 
-class Kind(IntEnum):
-    """Types of metadata."""
-
-    u8 = 0
-    i8 = 1
-    u16 = 2
-    i16 = 3
-    u32 = 4
-    i32 = 5
-    f32 = 6
-    boolean = 7
-    string = 8
-    u64 = 10
-    i64 = 11
-    f64 = 12
-
-
-LETTERS = dict(zip(Kind, "BbHhIif? Qqd", strict=True))
-"""`struct` letter of each type, except strings."""
-
-
 @dataclass(frozen=True)
 class Value:
     """Metadata value.
@@ -131,10 +110,10 @@ class Value:
         """Make the value that llama.cpp expects: integers are u32, and i32 in a list."""
         plain = content[0] if isinstance(content, list) and content else content
         if isinstance(plain, bool):
-            return cls(Kind.boolean, content)
+            return cls(Kind.BOOL, content)
         if isinstance(plain, int):
-            return cls(Kind.i32 if isinstance(content, list) else Kind.u32, content)
-        return cls(Kind.f32 if isinstance(plain, float) else Kind.string, content)
+            return cls(Kind.INT32 if isinstance(content, list) else Kind.UINT32, content)
+        return cls(Kind.FLOAT32 if isinstance(plain, float) else Kind.STRING, content)
 
 
 def write_gguf(file: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Tensor]) -> None:
@@ -148,45 +127,23 @@ def write_gguf(file: Path, metadata: Mapping[str, Value], tensors: Mapping[str, 
     Raises:
         InputError: an empty list, which llama.cpp takes for damage.
     """
-    header = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
-    header += [_encode_string(key) + _encode_value(key, value) for key, value in metadata.items()]
-    start = 0
+    partial = file.with_name(f"{file.name}.tmp")
+    writer = GGUFWriter(partial, arch="")  # adds no key of its own
+    for key, value in metadata.items():
+        if value.content == []:
+            raise InputError(f"{key}=[]: a GGUF file cannot hold an empty list; leave the key out")
+        is_list = isinstance(value.content, list)
+        writer.add_key_value(key, value.content, Kind.ARRAY if is_list else value.kind, value.kind)
     for name, tensor in tensors.items():
-        dims = tensor.shape[::-1]
-        header.append(_encode_string(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
-        header.append(struct.pack("<IQ", DTYPE_NUMBERS[tensor.dtype], start))
-        start += tensor.nbytes + _compute_padding(tensor.nbytes)
-    write_atomically(file, _iter_pieces(b"".join(header), tensors))
-
-
-def _iter_pieces(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    yield header + bytes(_compute_padding(len(header)))
-    for tensor in tensors.values():
-        yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
-        yield bytes(_compute_padding(tensor.nbytes))
-
-
-def _compute_padding(size: int) -> int:
-    return -size % ALIGNMENT
-
-
-def _encode_string(text: str) -> bytes:
-    return struct.pack("<Q", len(encoded := text.encode())) + encoded
-
-
-def _encode_value(key: str, value: Value) -> bytes:
-    if not isinstance(value.content, list):
-        return struct.pack("<I", value.kind) + _encode_scalars(value.kind, [value.content])
-    if not value.content:
-        raise InputError(f"{key}=[]: a GGUF file cannot hold an empty list; leave the key out")
-    elements = _encode_scalars(value.kind, value.content)
-    return struct.pack("<IIQ", ARRAY, value.kind, len(value.content)) + elements
-
-
-def _encode_scalars(kind: Kind, contents: list[Any]) -> bytes:
-    if kind is Kind.string:
-        return b"".join(map(_encode_string, contents))
-    return struct.pack(f"<{len(contents)}{LETTERS[kind]}", *contents)
+        # numpy has no bfloat16.
+        bits = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+        number = GGMLQuantizationType(DTYPE_NUMBERS[tensor.dtype])
+        writer.add_tensor(name, bits.contiguous().numpy(), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.replace(file)
 
 
 class GgufFile:
@@ -212,7 +169,7 @@ class GgufFile:
         try:
             with file.open("rb") as opened:
                 self._read_header(opened)
-        except (OSError, struct.error, UnicodeDecodeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise InputError(
                 f"{self._what}: not a complete GGUF file: {error}; download or convert it again"
             ) from error
@@ -223,34 +180,35 @@ class GgufFile:
         def read_bytes(size: int) -> bytes:
             if size > num_bytes:  # a damaged file may state more than memory holds
                 raise ValueError(f"it states {size} more bytes, but has {num_bytes}")
-            return opened.read(size)
+            read = opened.read(size)
+            if len(read) < size:
+                raise ValueError(f"it ends {size - len(read)} bytes early")
+            return read
 
-        def unpack(form: str) -> tuple[Any, ...]:
-            return struct.unpack(f"<{form}", read_bytes(struct.calcsize(f"<{form}")))
+        def read_integer(size: int = 8) -> int:
+            return int.from_bytes(read_bytes(size), "little")
 
-        def read_string() -> str:
-            return read_bytes(unpack("Q")[0]).decode()
+        def read_contents(kind: Kind, count: int) -> list[Any]:
+            if kind is Kind.STRING:
+                return [read_bytes(read_integer()).decode() for _ in range(count)]
+            dtype = np.dtype(GGUFReader.gguf_scalar_to_np[kind])
+            return np.frombuffer(read_bytes(count * dtype.itemsize), dtype).tolist()
 
-        def read_scalars(kind: Kind, count: int) -> list[Any]:
-            if kind is Kind.string:
-                return [read_string() for _ in range(count)]
-            return list(unpack(f"{count}{LETTERS[kind]}"))
-
-        magic, (version,) = read_bytes(4), unpack("I")
-        if magic != MAGIC or version not in (2, VERSION):
+        magic, version = read_bytes(4), read_integer(4)
+        if magic != MAGIC or version not in (2, 3):
             raise ValueError(f"it begins with {magic!r} and version {version}, not {MAGIC!r} and 3")
-        num_tensors, num_keys = unpack("QQ")
+        num_tensors, num_keys = read_integer(), read_integer()
         for _ in range(num_keys):
-            key, (kind,) = read_string(), unpack("I")
-            if kind == ARRAY:
-                kind, count = unpack("IQ")
-                self.metadata[key] = Value(Kind(kind), read_scalars(Kind(kind), count))
+            key, kind = read_bytes(read_integer()).decode(), Kind(read_integer(4))
+            if kind is Kind.ARRAY:
+                kind = Kind(read_integer(4))
+                self.metadata[key] = Value(kind, read_contents(kind, read_integer()))
             else:
-                self.metadata[key] = Value(Kind(kind), read_scalars(Kind(kind), 1)[0])
+                self.metadata[key] = Value(kind, read_contents(kind, 1)[0])
         for _ in range(num_tensors):
-            name, (rank,) = read_string(), unpack("I")
-            *dims, number, start = unpack(f"{rank}QIQ")
-            self.table[name] = number, tuple(reversed(dims)), start
+            name = read_bytes(read_integer()).decode()
+            dims = [read_integer() for _ in range(read_integer(4))]
+            self.table[name] = read_integer(4), tuple(reversed(dims)), read_integer()
         alignment = self.metadata.get("general.alignment", Value.from_content(ALIGNMENT)).content
         self.start = opened.tell() + -opened.tell() % alignment
 
@@ -316,7 +274,7 @@ def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
     metadata |= {
         "attention.value_length": Value.from_content(config.head_dim),
         "rope.dimension_count": Value.from_content(config.head_dim),
-        "attention.layer_norm_rms_epsilon": Value(Kind.f32, config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": Value(Kind.FLOAT32, config.rms_norm_eps),
     }
     keyed = {f"{arch}.{key}": value for key, value in metadata.items()}
     return keyed | rope_metadata(config.rope_parameters, arch)
@@ -464,10 +422,10 @@ def rope_metadata(rope: Any, arch: str) -> dict[str, Value]:
         rope: `rope_parameters` of a config, without a `rope_problem`.
         arch: architecture, with which the keys begin.
     """
-    metadata = {"freq_base": Value(Kind.f32, rope["rope_theta"])}
+    metadata = {"freq_base": Value(Kind.FLOAT32, rope["rope_theta"])}
     if rope["rope_type"] in ("linear", "yarn"):
         metadata["scaling.type"] = Value.from_content(rope["rope_type"])
-        metadata["scaling.factor"] = Value(Kind.f32, rope["factor"])
+        metadata["scaling.factor"] = Value(Kind.FLOAT32, rope["factor"])
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
         metadata["scaling.original_context_length"] = Value.from_content(original)
@@ -561,7 +519,7 @@ class ArchMetadata:
         if value is None:
             return otherwise
         # With the written digits, not those of the nearest float64.
-        if value.kind is Kind.f32 and not isinstance(value.content, list):
+        if value.kind is Kind.FLOAT32 and not isinstance(value.content, list):
             return float(str(np.float32(value.content)))
         return value.content
 

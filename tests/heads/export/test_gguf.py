@@ -27,7 +27,7 @@ METADATA = {
     "d": Value.from_content(True),
     "e": Value.from_content([2, -1]),
     "f": Value.from_content(["x"]),
-    "g": Value(Kind.u8, [1, 255]),
+    "g": Value(Kind.UINT8, [1, 255]),
 }
 TENSORS = {
     "m": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
@@ -117,12 +117,12 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, said: str) -> N
 
 def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
     assert build_vocab_metadata(2, mask_token_id=1) == {
-        "tokenizer.ggml.model": Value(Kind.string, "gpt2"),
-        "tokenizer.ggml.pre": Value(Kind.string, "default"),
-        "tokenizer.ggml.tokens": Value(Kind.string, ["<0>", "<1>"]),
-        "tokenizer.ggml.token_type": Value(Kind.i32, [1, 1]),
-        "tokenizer.ggml.merges": Value(Kind.string, ["a b"]),
-        "tokenizer.ggml.mask_token_id": Value(Kind.u32, 1),
+        "tokenizer.ggml.model": Value(Kind.STRING, "gpt2"),
+        "tokenizer.ggml.pre": Value(Kind.STRING, "default"),
+        "tokenizer.ggml.tokens": Value(Kind.STRING, ["<0>", "<1>"]),
+        "tokenizer.ggml.token_type": Value(Kind.INT32, [1, 1]),
+        "tokenizer.ggml.merges": Value(Kind.STRING, ["a b"]),
+        "tokenizer.ggml.mask_token_id": Value(Kind.UINT32, 1),
     }
 
 
@@ -130,7 +130,7 @@ def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> No
     kept = {
         "tokenizer.ggml.tokens": Value.from_content(["a", "b"]),
         "tokenizer.ggml.eos_token_id": Value.from_content(1),
-        "tokenizer.x": Value(Kind.u8, [1]),
+        "tokenizer.x": Value(Kind.UINT8, [1]),
     }
     write_gguf(tmp_path / "t.gguf", {"general.name": Value.from_content("t")} | kept, {})
     found = build_vocab_metadata(2, tmp_path / "t.gguf", mask_token_id=0)
@@ -163,7 +163,7 @@ def test_llama3_divides_frequencies_as_transformers_does() -> None:
     assert divisors[-1] == 8
     plain = 1 / 10000 ** (torch.arange(0, 32, 2) / 32)
     torch.testing.assert_close(plain / divisors, LlamaRotaryEmbedding(config).inv_freq)
-    assert rope_metadata(rope, "eagle3") == {"eagle3.rope.freq_base": Value(Kind.f32, 10000.0)}
+    assert rope_metadata(rope, "eagle3") == {"eagle3.rope.freq_base": Value(Kind.FLOAT32, 10000.0)}
 
 
 def test_other_rope_is_metadata() -> None:
@@ -175,10 +175,10 @@ def test_other_rope_is_metadata() -> None:
     }
     assert rope_divisors(rope, 32) is None
     assert rope_metadata(rope, "dflash") == {
-        "dflash.rope.freq_base": Value(Kind.f32, 500000),
-        "dflash.rope.scaling.type": Value(Kind.string, "yarn"),
-        "dflash.rope.scaling.factor": Value(Kind.f32, 4),
-        "dflash.rope.scaling.original_context_length": Value(Kind.u32, 64),
+        "dflash.rope.freq_base": Value(Kind.FLOAT32, 500000),
+        "dflash.rope.scaling.type": Value(Kind.STRING, "yarn"),
+        "dflash.rope.scaling.factor": Value(Kind.FLOAT32, 4),
+        "dflash.rope.scaling.original_context_length": Value(Kind.UINT32, 64),
     }
     linear = rope_metadata({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "dflash")
     assert [key.removeprefix("dflash.rope.") for key in linear] == [

@@ -118,7 +118,7 @@ def test_an_eagle3_file(target: Target, tmp_path: Path) -> None:
         "eagle3.norm_before_fc": False,
     }
     kinds = {key: found.metadata[f"eagle3.{key}"].kind for key in ("target_layers", "block_count")}
-    assert kinds == {"target_layers": Kind.i32, "block_count": Kind.u32}
+    assert kinds == {"target_layers": Kind.INT32, "block_count": Kind.UINT32}
     sizes = {"matrix": "BF16", "read": 128, "mlp": head.config.llama.intermediate_size}
     assert shapes(found) == {
         "fc.weight": "BF16 [64, 192]",
