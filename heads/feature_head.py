@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import permutations
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,11 @@ from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DraftShape, DynamicShape
 from heads.draft_head import UNKNOWN, DraftHead
 from heads.target_model.architecture import find_rope
-from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
+from heads.target_model.embeddings_and_output_head import (
+    EmbeddingsAndOutputHead,
+    Projection,
+    select_embedding_rows,
+)
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
 from heads.vocab import DraftVocab
 
@@ -37,6 +41,7 @@ USUAL_THETAS = (1e4, 1e6)
 ALL_ORDERS = 3
 """Largest number of hidden states of which every order is tried."""
 ConfigVariants = Iterator[tuple[str, Any]]
+Head = TypeVar("Head", bound="FeatureHead")
 
 
 class FeatureHead(DraftHead):
@@ -126,6 +131,40 @@ class FeatureHead(DraftHead):
             return self.lm_head(outputs)
         weight = self.target.output_head.weight
         return self.target.compute_logits(outputs.to(weight.dtype)).to(outputs.dtype)
+
+
+def copy_to_cpu(head: Head, target: Target, token_ids: Tensor) -> tuple[Head, dict[str, Tensor]]:
+    """Copy a head to the CPU in float32, with an embedding of only some tokens and the mask token.
+
+    Args:
+        head: attached head.
+        target: the head's target.
+        token_ids: [n] int64 tokens, which the copy knows as 0, 1, ..., n - 1, and the mask as n.
+
+    Returns:
+        The copy, and what readers of reference logits need of the target: `token_embeddings`
+        [n - 1, D] after the first token and, of a head with a mask token, `mask_token_id` [1] and
+        `mask_embedding` [1, D].
+    """
+    size = len(token_ids)
+    mask = token_ids.new_tensor(
+        [head.config.mask_token_id] if hasattr(head.config, "mask_token_id") else []
+    )
+    token_ids = torch.cat([token_ids, mask])
+    embeddings = select_embedding_rows(target.embedding.weight, token_ids, head.dtype)
+    own_embeddings = embeddings
+    if head.embed_tokens is not None:
+        own_embeddings = select_embedding_rows(head.embed_tokens.weight, token_ids, head.dtype)
+    copy = type(head)(head.config, head.vocab.to("cpu"))
+    copy.embed_tokens = None
+    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
+    copy.load_state_dict(tensors)
+    copy.embed_tokens = nn.Embedding.from_pretrained(own_embeddings.float())
+    beside = {"token_embeddings": embeddings[1:size]}
+    if len(mask):
+        copy.config = replace(copy.config, mask_token_id=size)
+        beside |= {"mask_token_id": mask, "mask_embedding": embeddings[size:]}
+    return copy.eval(), beside
 
 
 def make_config_variant(

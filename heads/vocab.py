@@ -133,6 +133,15 @@ class DraftVocab:
         places = torch.searchsorted(self.ids, target_ids.contiguous()).clamp(max=len(self.ids) - 1)
         return torch.where(self.ids[places] == target_ids, places, -1)
 
+    def spread_logits(self, draft_logits: Tensor) -> Tensor:
+        """Spread logits [..., Vd] of the draft ids over all target ids, [..., V]; -inf elsewhere.
+
+        The vocabulary may be on another device than the logits.
+        """
+        logits = draft_logits.new_full((*draft_logits.shape[:-1], self.size), -torch.inf)
+        logits[..., self.ids.to(logits.device)] = draft_logits
+        return logits
+
     def build_mask(self) -> Tensor:
         """Build t2d [V] bool, which marks the included target ids."""
         mask = torch.zeros(self.size, dtype=torch.bool, device=self.ids.device)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.settings.export import ExportFormat
 from heads.blocks.drafter import BlockChain, BlockTree
@@ -26,6 +26,7 @@ from heads.blocks.network import BlockNetwork, default_layers
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits
 from heads.feature_head import (
     ConfigVariants,
+    copy_to_cpu,
     flip_setting,
     iter_layer_variants,
     iter_mask_token_variants,
@@ -38,7 +39,6 @@ from heads.folders import has_architecture
 from heads.target_model.embeddings_and_output_head import (
     copy_output_rows,
     project_in_float32,
-    select_embedding_rows,
 )
 from heads.target_model.model import Target, TargetOutput
 
@@ -130,9 +130,8 @@ class BlockHead(BlockNetwork):
         Raises:
             InputError: the target's output head is quantised or has a bias.
         """
-        num_rows, mask = len(places), self.config.mask_token_id
-        token_ids_and_mask = torch.cat([token_ids, torch.tensor([mask])])
-        cpu_head = _copy_to_cpu(self, _select_embeddings(self, target, token_ids_and_mask))
+        num_rows = len(places)
+        cpu_head, beside = copy_to_cpu(self, target, token_ids)
         output = TargetOutput(states[-1], dict(enumerate(states)))
         context = cpu_head.encode_context(cpu_head.collect_features(output), places)
         ends = torch.arange(1, num_rows + 1)
@@ -140,13 +139,6 @@ class BlockHead(BlockNetwork):
         block_range = cpu_head.make_block_range(nothing, ends, depth, (nothing, ends))
         outputs = cpu_head.draft(ends, places + 1, context, block_range)
         rows = None if self.lm_head is not None else copy_output_rows(target, self.dtype)
-        beside = {
-            "token_embeddings": _select_embeddings(self, target, token_ids[1:], of_target=True)
-        }
-        beside["mask_token_id"] = torch.tensor([mask])
-        beside["mask_embedding"] = _select_embeddings(
-            self, target, torch.tensor([mask]), of_target=True
-        )
         slot_logits, state = [], None
         for slot in range(depth):
             slot_outputs = outputs[:, slot]
@@ -159,11 +151,9 @@ class BlockHead(BlockNetwork):
             logits, state = cpu_head.compute_slot_logits(base, slot_outputs, previous_ids, state)
             slot_logits.append(logits)
         draft_logits = torch.stack(slot_logits)
-        logits = torch.full((*draft_logits.shape[:2], self.vocab.size), float("-inf"))
-        logits[..., self.vocab.ids.cpu()] = draft_logits
         if rows is None:
             beside["logsumexp"] = draft_logits.logsumexp(-1)
-        return ReferenceLogits(logits, beside, rows)
+        return ReferenceLogits(self.vocab.spread_logits(draft_logits), beside, rows)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
@@ -193,23 +183,3 @@ class BlockHead(BlockNetwork):
             vllm_problem=f"vLLM {problem}." if problem else "",
             copied=copied,
         )
-
-
-def _select_embeddings(
-    head: BlockNetwork, target: Target, token_ids: Tensor, of_target: bool = False
-) -> Tensor:
-    """Select rows [n, H] of the head's own embedding, or of the target's."""
-    own_embedding = None if of_target else head.embed_tokens
-    weight = target.embedding.weight if own_embedding is None else own_embedding.weight
-    return select_embedding_rows(weight, token_ids, head.dtype)
-
-
-def _copy_to_cpu(head: BlockNetwork, embeddings: Tensor) -> BlockNetwork:
-    """Copy a head to the CPU in float32, with an embedding of the text's tokens, then the mask."""
-    config = replace(head.config, mask_token_id=len(embeddings) - 1)
-    copy = type(head)(config, head.vocab.to("cpu"))
-    copy.embed_tokens = None
-    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
-    copy.load_state_dict(tensors)
-    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
-    return copy.eval()

@@ -7,10 +7,10 @@ hidden, V vocabulary, W draft vocabulary.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
 from conf.settings.export import ExportFormat
@@ -38,6 +38,7 @@ from heads.eagle.layouts import (
 from heads.eagle.network import EAGLE31_TITLE, EagleNetwork, build_eagle_config, default_layers
 from heads.feature_head import (
     ConfigVariants,
+    copy_to_cpu,
     flip_setting,
     iter_layer_variants,
     iter_order_variants,
@@ -52,12 +53,10 @@ from heads.target_model.embeddings_and_output_head import (
     EmbeddingsAndOutputHead,
     copy_output_rows,
     project_in_float32,
-    select_embedding_rows,
 )
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 
-Head = TypeVar("Head", bound=EagleNetwork)
 BIAS_PROBLEM = (
     "its fusion layer has a bias (`fc.bias`), which vLLM cannot load. A head trained with "
     "head.fc_bias=false loads."
@@ -160,12 +159,9 @@ class EagleHead(EagleNetwork):
         These are an engine's logits while every draft token is accepted. Arguments as in
         `DraftHead.compute_reference_logits`.
         """
-        embeddings = select_embedding_rows(target.embedding.weight, token_ids, self.dtype)
-        own_embeddings = embeddings
-        if self.embed_tokens is not None:
-            own_embeddings = select_embedding_rows(self.embed_tokens.weight, token_ids, self.dtype)
-        outputs = _compute_unrolled_outputs(copy_to_cpu(self, own_embeddings), states, places)
-        return project_reference_logits(self, target, outputs, {"token_embeddings": embeddings[1:]})
+        copy, beside = copy_to_cpu(self, target, token_ids)
+        outputs = _compute_unrolled_outputs(copy, states, places)
+        return project_reference_logits(self, target, outputs, beside)
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
@@ -249,16 +245,6 @@ def _compute_unrolled_outputs(
     return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])
 
 
-def copy_to_cpu(head: Head, embeddings: Tensor) -> Head:
-    """Copy a head to the CPU in float32, with an embedding of only the text's tokens [n, H]."""
-    copy = type(head)(head.config, head.vocab.to("cpu"))
-    copy.embed_tokens = None
-    tensors = {n: t for n, t in head.state_dict().items() if not n.startswith("embed_tokens.")}
-    copy.load_state_dict(tensors)
-    copy.embed_tokens = nn.Embedding.from_pretrained(embeddings.float())
-    return copy.eval()
-
-
 def project_reference_logits(
     head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
 ) -> ReferenceLogits:
@@ -274,6 +260,5 @@ def project_reference_logits(
         rows = copy_output_rows(target, head.dtype)
         return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
     draft_logits = project_in_float32(outputs, head.lm_head.weight.cpu())
-    logits = torch.full((*draft_logits.shape[:2], head.vocab.size), float("-inf"))
-    logits[..., head.vocab.ids.cpu()] = draft_logits
+    logits = head.vocab.spread_logits(draft_logits)
     return ReferenceLogits(logits, beside | {"logsumexp": draft_logits.logsumexp(-1)})

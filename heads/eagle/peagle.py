@@ -35,16 +35,11 @@ from heads.decoding.head_drafter import (
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.drafter import EagleDrafter, find_last_rows
-from heads.eagle.eagle import (
-    EagleHead,
-    copy_to_cpu,
-    iter_feature_variants,
-    project_reference_logits,
-)
+from heads.eagle.eagle import EagleHead, iter_feature_variants, project_reference_logits
 from heads.eagle.layouts import LAYOUTS, EagleLayout, build_engine_files, format_engine_hint
 from heads.eagle.network import EagleHeadConfig, EagleLayer, EagleNetwork, build_eagle_config
 from heads.export.writer import format_vllm_command
-from heads.feature_head import choose_mask_token, iter_mask_token_variants
+from heads.feature_head import choose_mask_token, copy_to_cpu, iter_mask_token_variants
 from heads.folders import find_head_weights, has_architecture, list_tensor_names
 from heads.layers.branch_attention import (
     BranchCache,
@@ -54,10 +49,7 @@ from heads.layers.branch_attention import (
 )
 from heads.layers.documents import Documents
 from heads.layers.llama import RmsNorm
-from heads.target_model.embeddings_and_output_head import (
-    EmbeddingsAndOutputHead,
-    select_embedding_rows,
-)
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 
@@ -411,22 +403,8 @@ class PEagleHead(PEagleNetwork, EagleHead):
 
         That row sees the text up to t. Arguments as in `DraftHead.compute_reference_logits`.
         """
-        mask = torch.tensor([self.config.mask_token_id])
-        token_ids_and_mask = torch.cat([token_ids, mask])
-        embeddings = select_embedding_rows(target.embedding.weight, token_ids_and_mask, self.dtype)
-        own_embeddings = embeddings
-        if self.embed_tokens is not None:
-            own_embeddings = select_embedding_rows(
-                self.embed_tokens.weight, token_ids_and_mask, self.dtype
-            )
-        copy = copy_to_cpu(self, own_embeddings)
-        copy.config = replace(copy.config, mask_token_id=len(own_embeddings) - 1)
+        copy, beside = copy_to_cpu(self, target, token_ids)
         outputs = _compute_row_outputs(copy, states, places, len(token_ids) - len(places) - 1)
-        beside = {
-            "token_embeddings": embeddings[1:-1],
-            "mask_token_id": mask,
-            "mask_embedding": embeddings[-1:],
-        }
         return project_reference_logits(self, target, outputs, beside)
 
     def build_card_facts(
