@@ -87,11 +87,11 @@ class ResidualBlock(nn.Module):
         return hidden_states + functional.silu(self.linear(hidden_states))
 
 
-class MedusaNetwork(DraftHead):
-    """Networks of K heads: residual blocks, then a projection to logits.
+class MedusaHead(DraftHead):
+    """K independent heads. Head k (from 1) at position t predicts token t + 1 + k.
 
-    Weights that must come from a target or a file start as NaN, so that a forgotten load shows at
-    the first loss.
+    Each is some residual blocks, then a projection to logits. Weights that must come from a target
+    or a file start as NaN, so that a forgotten load shows at the first loss.
 
     Args:
         config: architecture.
@@ -99,6 +99,11 @@ class MedusaNetwork(DraftHead):
     """
 
     taps = FeatureLayers()
+    variants: ClassVar = {"medusa": Variant("Medusa heads", MedusaConfig)}
+    name_with_article = "a Medusa head"
+    has_static_tree = True
+    output_head_patterns = (r"heads\.\d+\.\d+\.weight",)
+    compiled_modules = (ResidualBlock,)
 
     def __init__(self, config: MedusaHeadConfig, vocab: DraftVocab | None = None) -> None:
         super().__init__(config, vocab or DraftVocab.make_full(config.vocab_size))
@@ -177,16 +182,6 @@ class MedusaNetwork(DraftHead):
         return self.vocab.to_target_ids(
             torch.stack([each.topk(width, dim=-1).indices for each in logits])
         )
-
-
-class MedusaHead(MedusaNetwork):
-    """K independent heads. Head k (from 1) at position t predicts token t + 1 + k."""
-
-    variants: ClassVar = {"medusa": Variant("Medusa heads", MedusaConfig)}
-    name_with_article = "a Medusa head"
-    has_static_tree = True
-    output_head_patterns = (r"heads\.\d+\.\d+\.weight",)
-    compiled_modules = (ResidualBlock,)
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
@@ -325,7 +320,7 @@ class MedusaDrafter(HeadDrafter):
     row_attributes = ("hidden",)
     hidden: Tensor | None = None
 
-    def __init__(self, head: MedusaNetwork, tree: Tree) -> None:
+    def __init__(self, head: MedusaHead, tree: Tree) -> None:
         super().__init__(head, tree)
         self.tree = tree
         self.num_static_nodes = tree.num_nodes
@@ -456,7 +451,7 @@ LAST_VERSIONS = {ExportFormat.vllm: "0.32", ExportFormat.trtllm: "1.1"}
 """Last versions of engines that have Medusa."""
 
 
-def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None:
+def find_export_problem(head: MedusaHead, engine: ExportFormat) -> str | None:
     """Find the reason why an engine cannot serve heads.
 
     Returns:
@@ -475,7 +470,7 @@ def find_export_problem(head: MedusaNetwork, engine: ExportFormat) -> str | None
     return None
 
 
-def build_engine_files(head: MedusaNetwork, engine: ExportFormat) -> HeadFiles:
+def build_engine_files(head: MedusaHead, engine: ExportFormat) -> HeadFiles:
     """Build the files of heads in the layout of an engine that can serve them."""
     layout, dtype, files = LAYOUTS[engine], format_dtype(head), head.build_files()
     settings = files.config | {"dtype": dtype, "torch_dtype": dtype}
@@ -495,7 +490,7 @@ def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def format_serve_command(head: MedusaNetwork, engine: ExportFormat, folder: str) -> str:
+def format_serve_command(head: MedusaHead, engine: ExportFormat, folder: str) -> str:
     """Format the command that starts an engine with heads, as lines for a shell.
 
     The engine drafts one token per head.

@@ -37,7 +37,7 @@ from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.drafter import EagleDrafter, find_last_rows
 from heads.eagle.eagle import EagleHead, iter_feature_variants, project_reference_logits
 from heads.eagle.layouts import LAYOUTS, EagleLayout, build_engine_files, format_engine_hint
-from heads.eagle.network import EagleHeadConfig, EagleLayer, EagleNetwork, build_eagle_config
+from heads.eagle.network import EagleHeadConfig, EagleLayer, build_eagle_config
 from heads.export.writer import format_vllm_command
 from heads.feature_head import choose_mask_token, copy_to_cpu, iter_mask_token_variants
 from heads.folders import find_head_weights, has_architecture, list_tensor_names
@@ -126,8 +126,96 @@ class LlamaLayer(EagleLayer):
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class PEagleNetwork(EagleNetwork):
-    """Network of a P-EAGLE head. `attach` it to its target before use.
+def make_list_store(stored: list[KeysValues]) -> KeyValueStore:
+    """Make a store that keeps keys and values [S, K, d] of one text in a list, layer by layer."""
+
+    def store(number: int, new: KeysValues | None) -> KeysValues:
+        if new is not None:
+            stored.append((new[0].unsqueeze(0), new[1].unsqueeze(0)))
+        return stored[number]
+
+    return store
+
+
+def _select_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
+    return [each if rows is None else each.index_select(0, rows) for each in groups]
+
+
+class _PEagleDrafter(EagleDrafter):
+    """Drafts all tokens in one pass of the head."""
+
+    head: "PEagleHead"
+
+    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> None:
+        """Encode committed tokens without drafting."""
+        self._run_pass(seen, following, 0)
+
+    def _run_pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
+        """Run the layers on tokens, each with the next one, and on mask rows after the last.
+
+        Returns:
+            Outputs [B * n, H] of the tokens, then [B, H] for each of `num_masks` mask rows.
+        """
+        head, (fused, ids, places) = self.head, self._build_inputs(seen, following)
+        flat, end = places.flatten(), self.cache.prepared_slots.committed[:, 0] + seen.counts
+        text = head.build_context_rows(
+            fused, ids, self._clamp_positions(flat), CausalRange.from_ends(flat + 1)
+        )
+        steps = torch.arange(num_masks, device=end.device).unsqueeze(1)
+        positions = self._clamp_positions((end + steps).flatten())
+        masks = head.build_mask_rows(positions, [CausalRange.from_ends(end)] * num_masks)
+
+        def store(layer: int, new: KeysValues | None) -> KeysValues:
+            assert new is not None
+            return self._store_keys_values(layer, *new, places, seen)
+
+        outputs = head.run_layers(text, masks, store)
+        self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
+        return outputs
+
+    def _compute_logits(self, roots: Roots) -> Tensor:
+        """Compute the logits [B, D, W] of all rows that draft."""
+        assert self.pending is not None
+        seen, self.pending = self.pending, None
+        text, *masks = self._run_pass(seen, roots.tokens, self.shape.depth - 1)
+        return self.head.compute_logits(torch.stack([text[find_last_rows(seen)], *masks], 1))
+
+    def _pad_row_tokens(self, tokens: Tensor, level: int) -> Tensor:
+        """Replace tokens [B, n] that a row drafts beyond the head's window by PAD."""
+        return self._pad_beyond_window(tokens, self.cache.prepared_slots.committed - 1 + level)
+
+
+class PEagleChain(ChainDrafter, _PEagleDrafter):
+    """Drafts the rows' tokens as a chain."""
+
+    def propose(self, roots: Roots) -> Draft:
+        """Draft chains of `depth` tokens."""
+        draws = self.make_sampler()
+        tokens = [
+            draws.choose_token(each).unsqueeze(1) for each in self._compute_logits(roots).unbind(1)
+        ]
+        readable = [self._pad_row_tokens(each, level) for level, each in enumerate(tokens)]
+        return draws.make_draft(self.tree, torch.cat(readable, 1))
+
+
+class PEagleTree(DynamicTreeDrafter, _PEagleDrafter):
+    """Drafts the likeliest paths through the rows' candidates."""
+
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
+        """Expand trees from the rows' logits. See `DynamicTreeDrafter`."""
+        logits = self._compute_logits(roots)
+
+        def compute_next_logits(frontier: Frontier) -> Tensor:
+            number = len(frontier.rows) // len(roots)
+            return logits[:, frontier.depth].repeat_interleave(number, 0)
+
+        return expand_tree(
+            self.shape, self.head.vocab, logits[:, 0], compute_next_logits, self._pad_row_tokens
+        )
+
+
+class PEagleHead(EagleHead):
+    """A P-EAGLE head.
 
     Args:
         config: architecture.
@@ -135,6 +223,15 @@ class PEagleNetwork(EagleNetwork):
     """
 
     config: PEagleHeadConfig
+    variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
+    name_with_article = "a P-EAGLE head"
+    chain_drafter = PEagleChain
+    tree_drafter = PEagleTree
+    ambiguities = (iter_feature_variants, iter_mask_token_variants)
+    layouts: ClassVar = {
+        ExportFormat.vllm: {EagleForm.eagle3: VLLM_LAYOUT},
+        ExportFormat.speculators: {EagleForm.eagle3: SPECULATORS_LAYOUT},
+    }
 
     def __init__(self, config: PEagleHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -250,108 +347,6 @@ class PEagleNetwork(EagleNetwork):
         best = torch.cat(parts, 1)
         reached = places[first:] + torch.arange(depth, device=device).unsqueeze(1)
         return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
-
-
-def make_list_store(stored: list[KeysValues]) -> KeyValueStore:
-    """Make a store that keeps keys and values [S, K, d] of one text in a list, layer by layer."""
-
-    def store(number: int, new: KeysValues | None) -> KeysValues:
-        if new is not None:
-            stored.append((new[0].unsqueeze(0), new[1].unsqueeze(0)))
-        return stored[number]
-
-    return store
-
-
-def _select_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
-    return [each if rows is None else each.index_select(0, rows) for each in groups]
-
-
-class _PEagleDrafter(EagleDrafter):
-    """Drafts all tokens in one pass of the head."""
-
-    head: PEagleNetwork
-
-    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> None:
-        """Encode committed tokens without drafting."""
-        self._run_pass(seen, following, 0)
-
-    def _run_pass(self, seen: CommittedTokens, following: Tensor, num_masks: int) -> list[Tensor]:
-        """Run the layers on tokens, each with the next one, and on mask rows after the last.
-
-        Returns:
-            Outputs [B * n, H] of the tokens, then [B, H] for each of `num_masks` mask rows.
-        """
-        head, (fused, ids, places) = self.head, self._build_inputs(seen, following)
-        flat, end = places.flatten(), self.cache.prepared_slots.committed[:, 0] + seen.counts
-        text = head.build_context_rows(
-            fused, ids, self._clamp_positions(flat), CausalRange.from_ends(flat + 1)
-        )
-        steps = torch.arange(num_masks, device=end.device).unsqueeze(1)
-        positions = self._clamp_positions((end + steps).flatten())
-        masks = head.build_mask_rows(positions, [CausalRange.from_ends(end)] * num_masks)
-
-        def store(layer: int, new: KeysValues | None) -> KeysValues:
-            assert new is not None
-            return self._store_keys_values(layer, *new, places, seen)
-
-        outputs = head.run_layers(text, masks, store)
-        self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
-        return outputs
-
-    def _compute_logits(self, roots: Roots) -> Tensor:
-        """Compute the logits [B, D, W] of all rows that draft."""
-        assert self.pending is not None
-        seen, self.pending = self.pending, None
-        text, *masks = self._run_pass(seen, roots.tokens, self.shape.depth - 1)
-        return self.head.compute_logits(torch.stack([text[find_last_rows(seen)], *masks], 1))
-
-    def _pad_row_tokens(self, tokens: Tensor, level: int) -> Tensor:
-        """Replace tokens [B, n] that a row drafts beyond the head's window by PAD."""
-        return self._pad_beyond_window(tokens, self.cache.prepared_slots.committed - 1 + level)
-
-
-class PEagleChain(ChainDrafter, _PEagleDrafter):
-    """Drafts the rows' tokens as a chain."""
-
-    def propose(self, roots: Roots) -> Draft:
-        """Draft chains of `depth` tokens."""
-        draws = self.make_sampler()
-        tokens = [
-            draws.choose_token(each).unsqueeze(1) for each in self._compute_logits(roots).unbind(1)
-        ]
-        readable = [self._pad_row_tokens(each, level) for level, each in enumerate(tokens)]
-        return draws.make_draft(self.tree, torch.cat(readable, 1))
-
-
-class PEagleTree(DynamicTreeDrafter, _PEagleDrafter):
-    """Drafts the likeliest paths through the rows' candidates."""
-
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand trees from the rows' logits. See `DynamicTreeDrafter`."""
-        logits = self._compute_logits(roots)
-
-        def compute_next_logits(frontier: Frontier) -> Tensor:
-            number = len(frontier.rows) // len(roots)
-            return logits[:, frontier.depth].repeat_interleave(number, 0)
-
-        return expand_tree(
-            self.shape, self.head.vocab, logits[:, 0], compute_next_logits, self._pad_row_tokens
-        )
-
-
-class PEagleHead(PEagleNetwork, EagleHead):
-    """A P-EAGLE head."""
-
-    variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
-    name_with_article = "a P-EAGLE head"
-    chain_drafter = PEagleChain
-    tree_drafter = PEagleTree
-    ambiguities = (iter_feature_variants, iter_mask_token_variants)
-    layouts: ClassVar = {
-        ExportFormat.vllm: {EagleForm.eagle3: VLLM_LAYOUT},
-        ExportFormat.speculators: {EagleForm.eagle3: SPECULATORS_LAYOUT},
-    }
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
@@ -509,7 +504,7 @@ def _parse_num_draft_tokens(checkpoint: EagleCheckpoint) -> int:
 
 
 def _compute_row_outputs(
-    head: PEagleNetwork, states: list[Tensor], places: Tensor, depth: int
+    head: PEagleHead, states: list[Tensor], places: Tensor, depth: int
 ) -> Tensor:
     """Compute normalised outputs [D, S, H] of a copy that embeds only the text, then the mask."""
     rows = torch.arange(len(places))

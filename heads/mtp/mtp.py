@@ -114,8 +114,14 @@ class MtpContextStates:
     values: Tensor
 
 
-class MtpNetwork(AutoregressiveHead):
-    """Network of an MTP head. `attach` it to its target before use.
+def iter_layer_variants(head: Any) -> ConfigVariants:
+    """Yield variants of the settings of MTP layers that readers get wrong most often."""
+    for name in ("state_first", "feeds_back_normed", "zeroes_first"):
+        yield flip_setting(head, name)
+
+
+class MtpHead(AutoregressiveHead):
+    """Layer for multi-token prediction of a target: the target's own, or a new one.
 
     Args:
         config: architecture.
@@ -125,6 +131,12 @@ class MtpNetwork(AutoregressiveHead):
     output_head_patterns = ()
     compiled_modules = ()
     config: MtpHeadConfig
+    config_type = MtpHeadConfig
+    variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
+    name_with_article = "an MTP layer"
+    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
+    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
+    ambiguities = (iter_layer_variants,)
 
     def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
@@ -229,23 +241,6 @@ class MtpNetwork(AutoregressiveHead):
             rotary = self._rotary[0].to(rows.device)
             arguments["position_embeddings"] = rotary(rows, places, *self._kind)
         return arguments
-
-
-def iter_layer_variants(head: Any) -> ConfigVariants:
-    """Yield variants of the settings of MTP layers that readers get wrong most often."""
-    for name in ("state_first", "feeds_back_normed", "zeroes_first"):
-        yield flip_setting(head, name)
-
-
-class MtpHead(MtpNetwork):
-    """Layer for multi-token prediction of a target: the target's own, or a new one."""
-
-    variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
-    name_with_article = "an MTP layer"
-    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
-    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
-    config_type = MtpHeadConfig
-    ambiguities = (iter_layer_variants,)
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
