@@ -1,31 +1,50 @@
-"""Block drafters: what all of them answer. See `heads/draft_head.py`.
+"""Block drafters: one pass drafts a whole block after a known token. See `heads/draft_head.py`.
 
-Reference logits are computed slot by slot, in float32 on the CPU. Letters: S rows, D slots, H
-hidden, V vocabulary, W draft vocabulary.
+At token t of a text, the target's hidden states up to t and the token x_{t+1} are known. A block of
+rows holds that token and then masks, at positions t + 1, t + 2, ... The hidden states give its
+layers the keys and values of the text. Depth d of a draft (from 1) is x_{t+1+d}.
+
+Two conventions are translated here only. Layers: `layers` are indices of `output_hidden_states`;
+the authors' `target_layer_ids` name the layer whose output is read, one less. Rows: a block has
+`block_size` rows, and the first holds the last known token. Either row j drafts the token at its
+own place and the first row drafts nothing (fill-in), or row j drafts the next token
+(`sample_from_anchor`), which gives one more draft token.
+
+Source: DFlash, arXiv 2602.06036; z-lab/dflash `model.py`. Letters: T texts, S tokens of a text, A
+blocks, R rows, D depths, H hidden, F width of the hidden states, W draft vocabulary, V vocabulary,
+L layers of the target, K key-value heads, d head size.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
+from conf.errors import InputError
+from conf.settings.blocks import BlockConfig
 from conf.settings.export import ExportFormat
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.layouts import (
+    FULL,
+    SLIDING,
     BlockLayout,
     build_engine_files,
     find_export_problem,
     format_serve_command,
 )
-from heads.blocks.network import BlockNetwork, default_layers
-from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits
+from heads.decoding.drafting import PAD
+from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, check_fits
 from heads.feature_head import (
     ConfigVariants,
+    FeatureHead,
+    choose_mask_token,
     copy_to_cpu,
     flip_setting,
     iter_layer_variants,
@@ -36,14 +55,133 @@ from heads.feature_head import (
     make_config_variant,
 )
 from heads.folders import has_architecture
+from heads.layers.block_attention import BlockRange, block_attention
+from heads.layers.llama import (
+    LLAMA_KEYS,
+    LlamaAttention,
+    RmsNorm,
+    format_legacy_rope,
+    make_llama_config,
+)
 from heads.target_model.embeddings_and_output_head import (
+    EmbeddingsAndOutputHead,
     copy_output_rows,
     project_in_float32,
 )
 from heads.target_model.model import Target, TargetOutput
+from heads.vocab import DraftVocab
+
+TOKENS_PER_CHUNK = 1024
+"""Number of tokens that draft at once in `compute_candidates`, with all rows in memory."""
+ContextKeysValues = list[tuple[Tensor, Tensor]]
+"""For each layer, rotated keys and values of T texts, [T, S, K, d] each."""
 
 
-def iter_block_variants(head: BlockNetwork) -> ConfigVariants:
+@dataclass(frozen=True)
+class BlockHeadConfig:
+    """Architecture of a block drafter.
+
+    Attributes:
+        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one hidden state of the target.
+        num_target_layers: number of the target's decoder layers; 0 while unknown.
+        layers: hidden states that the head reads, as indices of `output_hidden_states`.
+        block_size: number of rows of a block in training.
+        mask_token_id: token id of rows whose token is unknown.
+        sample_from_anchor: whether row j drafts the next token instead of its own.
+        causal: whether a row sees no later rows of its block.
+        window: number of tokens of text and block that a row sees; None for all.
+        full_layers: layers whose rows see the whole text and block, despite `causal` and `window`.
+        own_output_head: whether the head has an output head of its own.
+        own_embedding: whether the head has an embedding of its own.
+    """
+
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    num_target_layers: int
+    layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool = False
+    causal: bool = False
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    own_output_head: bool = False
+    own_embedding: bool = False
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first row that drafts, counted from 0."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of draft tokens of a full block."""
+        return self.block_size - self.first_row
+
+    def select_draft_vocab(self, vocab: DraftVocab) -> DraftVocab:
+        """Select the draft vocabulary: `vocab` with an own output head, otherwise all ids."""
+        return vocab if self.own_output_head else DraftVocab.make_full(vocab.size)
+
+    def count_rows(self, depth: int) -> int:
+        """Count the rows of a block that drafts `depth` tokens."""
+        return depth + self.first_row
+
+
+class BlockLayer(nn.Module):
+    """Decoder layer of a block drafter: Qwen3's, with keys and values from the hidden states.
+
+    Args:
+        config: sizes, norms and RoPE.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(hidden, eps)
+        self.self_attn = LlamaAttention(config, hidden, qk_norm=True)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        states: Tensor,
+        rotation: Tensor,
+        context: tuple[Tensor, Tensor],
+        block_range: BlockRange,
+    ) -> Tensor:
+        """Compute the outputs [A, R, H] of the layer.
+
+        Args:
+            states: [A, R, H] states of the rows.
+            rotation: [A * R, 2, d] rotation of the rows' positions.
+            context: keys and values of the texts in this layer, [T, S, K, d] each.
+            block_range: range of context and rows that each block sees.
+        """
+        states = states + self.compute_attention(
+            self.input_layernorm(states), rotation, context, block_range
+        )
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+    def compute_attention(
+        self,
+        inputs: Tensor,
+        rotation: Tensor,
+        context: tuple[Tensor, Tensor],
+        block_range: BlockRange,
+    ) -> Tensor:
+        """Compute the attention [A, R, H] of normalised inputs [A, R, H]. See `forward`."""
+        rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
+        query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
+        keys, values = self.self_attn.keys_values(rows, rotation)
+        block = keys.unflatten(0, shape), values.unflatten(0, shape)
+        attended = block_attention(query, context, block, block_range)
+        return self.self_attn.o_proj(attended.flatten(2))
+
+
+def iter_block_variants(head: Any) -> ConfigVariants:
     """Yield variants of settings that files of any block drafter may have wrong."""
     yield from iter_layer_variants(head, partial(default_layers, number=len(head.config.layers)))
     yield from iter_order_variants(head)
@@ -54,7 +192,7 @@ def iter_block_variants(head: BlockNetwork) -> ConfigVariants:
     yield from iter_vocab_variants(head)
 
 
-def iter_window_variants(head: BlockNetwork) -> ConfigVariants:
+def iter_window_variants(head: Any) -> ConfigVariants:
     """Yield variants without a sliding window, or with the target's."""
     head_window = head.config.window
     target_window = getattr(head.target.config, "sliding_window", None)
@@ -64,8 +202,12 @@ def iter_window_variants(head: BlockNetwork) -> ConfigVariants:
             yield words, make_config_variant(head, window=window)
 
 
-class BlockHead(BlockNetwork):
-    """Head that drafts blocks.
+class BlockHead(FeatureHead):
+    """Head that drafts blocks. `attach` it to its target before use.
+
+    Args:
+        config: architecture.
+        vocab: draft vocabulary.
 
     Attributes:
         architectures: values of `architectures` by which files of this kind are recognised.
@@ -75,6 +217,7 @@ class BlockHead(BlockNetwork):
         slot_description: words about the slots in a model card.
     """
 
+    config: BlockHeadConfig
     architectures: ClassVar[tuple[str, ...]]
     layout: ClassVar[BlockLayout]
     method: ClassVar[str]
@@ -84,6 +227,167 @@ class BlockHead(BlockNetwork):
     tree_drafter = BlockTree
     ambiguities: ClassVar[tuple[Callable[[Any], ConfigVariants], ...]] = (iter_block_variants,)
     pruning_hint = "heads trained with head.own_output_head=true"
+
+    def __init__(self, config: BlockHeadConfig, vocab: DraftVocab) -> None:
+        super().__init__(config, vocab)
+        llama = config.llama
+        hidden, eps = llama.hidden_size, llama.rms_norm_eps
+        read = len(config.layers) * config.target_hidden_size
+        self.fc = nn.Linear(read, hidden, bias=False)
+        self.hidden_norm = RmsNorm(hidden, eps)
+        self.layers = nn.ModuleList(self.make_layer() for _ in range(llama.num_hidden_layers))
+        self.norm = RmsNorm(hidden, eps)
+        self._make_embeddings_and_head(config.own_output_head)
+
+    def initialise(self, target: EmbeddingsAndOutputHead, seed: int) -> Self:
+        """Draw weights by a seed, copy rows of the target's embedding and output head, and attach.
+
+        Raises:
+            InputError: the head starts from rows of the target's output head, which is quantised.
+        """
+        self.draw_weights(seed)
+        self.attach(target)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.embedding.weight)
+        if self.lm_head is not None:
+            if target.head_is_quantized:
+                raise InputError(
+                    "head.own_output_head=true: starts from rows of the target's output head, but "
+                    f"that of target.path={target.name} is quantised; leave head.own_output_head "
+                    "unset"
+                )
+            rows = target.output_head.weight.detach()[self.vocab.ids]
+            self.lm_head.weight.data.copy_(rows)
+        return self
+
+    def make_layer(self) -> BlockLayer:
+        """Make one layer of the network."""
+        return BlockLayer(self.config.llama)
+
+    def draw_weights(self, seed: int) -> None:
+        """Draw the weights of all linear layers and embeddings by a seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def complete_config(self, target: EmbeddingsAndOutputHead) -> BlockHeadConfig:
+        """See `FeatureHead.complete_config`. Fills in the number of the target's layers."""
+        config = self.config
+        check_fits(self, target, config.target_hidden_size, "feature_size")
+        if config.llama.hidden_size != target.hidden_size and not config.own_embedding:
+            check_fits(self, target, config.llama.hidden_size)
+        check_layers(config.layers, target)
+        return replace(config, num_target_layers=target.num_layers)
+
+    def encode_context(self, features: Tensor, position_ids: Tensor) -> ContextKeysValues:
+        """Encode hidden states as keys and values of one text of S tokens, for each layer.
+
+        Args:
+            features: [S, F] hidden states of the target.
+            position_ids: [S] int64 positions.
+        """
+        context = self.hidden_norm(self.fc(features))
+        rotation = self._get_attention(0).compute_rotation(context, position_ids)
+        keys_values = [
+            self._get_attention(n).keys_values(context, rotation) for n in range(len(self.layers))
+        ]
+        return [(keys[None], values[None]) for keys, values in keys_values]
+
+    def _get_attention(self, number: int) -> Any:
+        return self.layers[number].self_attn
+
+    def draft(
+        self, roots: Tensor, places: Tensor, context: ContextKeysValues, block_range: BlockRange
+    ) -> Tensor:
+        """Compute normalised outputs [A, D, H] of the rows that draft.
+
+        Args:
+            roots: [A] int64 last known tokens.
+            places: [A] int64 positions of these tokens.
+            context: keys and values of the texts.
+            block_range: range that each block sees, except in `full_layers`.
+        """
+        rows = torch.arange(block_range.num_rows, device=roots.device)
+        ids = torch.where(rows == 0, roots.unsqueeze(1), self.config.mask_token_id)
+        positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
+        states = self.embed(ids)
+        # In the dtype of the text's keys; under autocast, embeddings have another.
+        rotation = self._get_attention(0).compute_rotation(context[0][0], positions.flatten())
+        full_range, full = replace(block_range, causal=False, window=None), self.config.full_layers
+        for number, layer in enumerate(self.layers):
+            layer_range = full_range if number in full else block_range
+            states = layer(states, rotation, context[number], layer_range)
+        return self.norm(states[:, self.config.first_row :])
+
+    def make_block_range(
+        self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
+    ) -> BlockRange:
+        """Make the range of blocks that draft `depth` tokens; arguments as in `BlockRange`."""
+        size = self.config.count_rows(depth)
+        return BlockRange(first, end, size, self.config.causal, self.config.window, host)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """Scale logits [..., W] of the output head's rows as the head's file says.
+
+        Engines omit the target's own scalings.
+        """
+        return logits
+
+    @abstractmethod
+    def compute_slot_logits(
+        self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the logits [N, W] of a slot from the previous tokens.
+
+        Args:
+            base: [N, W] logits of the output head, not changed in place.
+            outputs: [N, H] outputs of the slot.
+            previous_ids: [N] int64 target ids of the previous tokens.
+            state: [N, .] state of the previous slots; None for the first slot or without a state.
+
+        Returns:
+            The logits, and the state for the next slot.
+        """
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
+        device = output.hidden_states.device
+        ids = torch.tensor(token_ids, device=device)
+        places = torch.arange(len(ids) - 1, device=device)
+        context = self.encode_context(self.collect_features(output)[0], places)
+        parts = [
+            self._rank_candidates(context, ids, rows, depth, width)
+            for rows in places[first:].split(TOKENS_PER_CHUNK)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _rank_candidates(
+        self, context: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
+    ) -> Tensor:
+        """Rank the candidates [depth, n, width] of blocks after tokens [n] of a text."""
+        nothing, end = torch.zeros_like(rows), rows + 1
+        block_range = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
+        outputs = self.draft(ids[end], end, context, block_range)
+        best: list[Tensor] = []
+        state: Tensor | None = None
+        for slot in range(depth):
+            # Drafts after the end of a text are not used.
+            previous_ids = ids[(end + slot).clamp_max(len(ids) - 1)]
+            base = self.compute_logits(outputs[:, slot])
+            logits, state = self.compute_slot_logits(base, outputs[:, slot], previous_ids, state)
+            token_ids = self.vocab.to_target_ids(logits.topk(width).indices)
+            best.append(
+                token_ids.masked_fill(
+                    (end + self.config.first_row + slot >= self.max_positions).unsqueeze(1), PAD
+                )
+            )
+        return torch.stack(best)
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
@@ -183,3 +487,120 @@ class BlockHead(BlockNetwork):
             vllm_problem=f"vLLM {problem}." if problem else "",
             copied=copied,
         )
+
+
+def build_block_config(
+    settings: BlockConfig, target: EmbeddingsAndOutputHead, sample_from_anchor: bool
+) -> BlockHeadConfig:
+    """Build the architecture of a new head with layers of the target's sizes.
+
+    Raises:
+        InputError: the target lacks the layers or the mask token.
+    """
+    layers = tuple(settings.layers or default_layers(target.num_layers, settings.num_features))
+    check_layers(layers, target)
+    llama = make_llama_config(target.config, target.vocab_size)
+    llama.num_hidden_layers = settings.num_layers
+    return BlockHeadConfig(
+        llama=llama,
+        target=target.name,
+        target_hidden_size=target.feature_size,
+        num_target_layers=target.num_layers,
+        layers=layers,
+        block_size=settings.block_size,
+        mask_token_id=choose_mask_token(target, settings.mask_token_id),
+        sample_from_anchor=sample_from_anchor,
+        causal=settings.causal,
+        window=settings.window,
+        own_output_head=settings.own_output_head,
+        # A reader of the file uses the target's embedding only if `target_hidden_size` equals
+        # `hidden_size`. A head with two widths therefore stores its own embedding.
+        own_embedding=target.feature_size != target.hidden_size,
+    )
+
+
+def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
+    """Return hidden states in even steps from the output of layer 1 to that of layer L - 3.
+
+    Args:
+        num_layers: number L of the target's layers.
+        number: number of hidden states to read; duplicates are merged.
+        key: name of the unset setting in the message.
+
+    Raises:
+        InputError: the target has fewer than 4 layers.
+
+    Source: z-lab/dflash `model.py`, `build_target_layer_ids`, which counts layers from 0.
+    """
+    if num_layers < 4:
+        raise InputError(
+            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
+            f"states of 0..{num_layers}"
+        )
+    if number == 1:
+        return (num_layers // 2 + 1,)
+    steps = [1 + index * (num_layers - 4) / (number - 1) for index in range(number)]
+    return tuple(sorted({round(step) + 1 for step in steps}))
+
+
+def check_layers(layers: tuple[int, ...], target: EmbeddingsAndOutputHead) -> None:
+    """Refuse layers that the target lacks, repeated ones and ones out of order.
+
+    Raises:
+        InputError: `layers` are not rising, or the target lacks one of them.
+    """
+    # The output of the last layer passes the final norm, which engines do not apply here.
+    known = range(target.num_layers)
+    if list(layers) != sorted(set(layers)) or not set(layers) <= set(known):
+        raise InputError(
+            f"head.layers={list(layers)}: must be rising and of 0..{target.num_layers - 1}, the "
+            f"hidden states of target.path={target.name} before its final norm"
+        )
+
+
+def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """Build the keys of `config.json` that every layout has, as in Qwen3."""
+    llama = config.llama
+    rope: Any = llama.rope_parameters
+    sliding = config.window is not None
+    layer_types = [SLIDING if sliding else FULL] * llama.num_hidden_layers
+    for number in config.full_layers:
+        layer_types[number] = FULL
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": format_legacy_rope(rope),
+        "num_hidden_layers": llama.num_hidden_layers,
+        "layer_types": layer_types,
+        "sliding_window": config.window,
+        "use_sliding_window": sliding,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": num_draft_ids,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
+    """Build the keys of `dflash_config`, with layers as the authors count them."""
+    window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
+    return {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [index - 1 for index in config.layers],
+        **build_causal_key(config, "causal"),
+        **window,
+    }
+
+
+def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
+    """Build the key `name` that makes the rows of all layers causal or not.
+
+    Without the key, engines make rows causal in layers with a window; so it is left out for heads
+    with `full_layers`.
+    """
+    return {} if config.causal and config.full_layers else {name: config.causal}

@@ -10,10 +10,14 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from conf.settings.blocks import DFlashConfig
-from heads.blocks.block_head import BlockHead
+from heads.blocks.block_head import (
+    BlockHead,
+    build_block_config,
+    build_dflash_keys,
+    build_qwen3_keys,
+)
 from heads.blocks.checkpoint import BlockCheckpoint
 from heads.blocks.layouts import BlockLayout
-from heads.blocks.network import build_block_config, build_dflash_keys, build_qwen3_keys
 from heads.draft_head import Variant
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab

@@ -17,16 +17,16 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from conf.settings.blocks import DFlash2Config
 from conf.settings.export import ExportFormat
-from heads.blocks.block_head import BlockHead
-from heads.blocks.checkpoint import BlockCheckpoint
-from heads.blocks.layouts import BlockLayout
-from heads.blocks.network import (
+from heads.blocks.block_head import (
+    BlockHead,
     BlockHeadConfig,
     BlockLayer,
     build_block_config,
     build_dflash_keys,
     build_qwen3_keys,
 )
+from heads.blocks.checkpoint import BlockCheckpoint
+from heads.blocks.layouts import BlockLayout
 from heads.draft_head import Variant
 from heads.layers.block_attention import BlockRange
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
@@ -276,7 +276,7 @@ class DFlash2Head(BlockHead):
         return self.scale_logits(logits).to(outputs.dtype)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
-        """See `BlockNetwork.scale_logits`. Multiplies, then bounds the logits."""
+        """See `BlockHead.scale_logits`. Multiplies, then bounds the logits."""
         logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
         return cap * (logits / cap).tanh() if cap > 0 else logits
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.blocks.network import BlockNetwork
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.head_drafter import (
     ChainDrafter,
@@ -28,10 +27,9 @@ from heads.decoding.tree import DraftShape
 class _BlockDrafter(HeadDrafter):
     """Keeps keys and values of the committed texts in each of a head's layers."""
 
-    head: BlockNetwork
     row_attributes = ("cache",)
 
-    def __init__(self, head: BlockNetwork, shape: DraftShape, *how: Any) -> None:
+    def __init__(self, head: Any, shape: DraftShape, *how: Any) -> None:
         super().__init__(head, shape, *how)
         self.cache = HeadCache(len(head.layers))
 

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from conf.settings.blocks import DSparkConfig, Markov
 from conf.settings.export import ExportFormat
-from heads.blocks.block_head import BlockHead, iter_block_variants
-from heads.blocks.checkpoint import BlockCheckpoint
-from heads.blocks.layouts import BlockLayout
-from heads.blocks.network import (
+from heads.blocks.block_head import (
+    BlockHead,
     BlockHeadConfig,
     build_block_config,
     build_causal_key,
     build_qwen3_keys,
+    iter_block_variants,
 )
+from heads.blocks.checkpoint import BlockCheckpoint
+from heads.blocks.layouts import BlockLayout
 from heads.draft_head import Variant
 from heads.feature_head import ConfigVariants, flip_setting
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead

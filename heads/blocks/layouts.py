@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from conf.settings.export import ExportFormat
-from heads.blocks.network import FULL, SLIDING, BlockNetwork, build_dflash_keys
 from heads.draft_head import WEIGHTS, HeadFiles
 from heads.export import gguf
 from heads.export.gguf import (
@@ -36,6 +35,10 @@ from heads.export.gguf import (
 from heads.export.writer import format_dtype, format_vllm_command
 from heads.layers.llama import LLAMA_KEYS
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in `layer_types`: with a window, and without."""
+DFLASH_KEYS = ("mask_token_id", "target_layer_ids", "causal", "use_swa", "swa_window_size")
+"""Keys of DFlash in `dflash_config`, which speculators names differently."""
 EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"
 ARCH = "dflash"
 """llama.cpp's architecture of these heads."""
@@ -97,9 +100,7 @@ class BlockLayout:
     with_embeddings_and_head: bool = False
 
 
-def find_export_problem(
-    head: BlockNetwork, engine: ExportFormat, layout: BlockLayout
-) -> str | None:
+def find_export_problem(head: Any, engine: ExportFormat, layout: BlockLayout) -> str | None:
     """Find the reason why an engine cannot serve a head.
 
     Returns:
@@ -122,7 +123,7 @@ def find_export_problem(
     return "lets rows see all of the text and of their block" if limited else None
 
 
-def _find_llamacpp_problem(head: BlockNetwork) -> str | None:
+def _find_llamacpp_problem(head: Any) -> str | None:
     config = head.config
     hidden, width = config.llama.hidden_size, config.target_hidden_size
     if config.causal and config.full_layers:
@@ -138,7 +139,7 @@ def _find_llamacpp_problem(head: BlockNetwork) -> str | None:
     return rope_problem(config.llama.rope_parameters)
 
 
-def build_engine_files(head: BlockNetwork, engine: ExportFormat, layout: BlockLayout) -> HeadFiles:
+def build_engine_files(head: Any, engine: ExportFormat, layout: BlockLayout) -> HeadFiles:
     """Build the files of a head for an engine that can serve it."""
     if engine is ExportFormat.llamacpp:
         return build_gguf_files(head, layout.vllm_method)
@@ -155,7 +156,7 @@ def build_engine_files(head: BlockNetwork, engine: ExportFormat, layout: BlockLa
     return HeadFiles(settings, WEIGHTS, files.tensors | added, sorted(added), layers)
 
 
-def _copy_target_weights(head: BlockNetwork) -> dict[str, Tensor]:
+def _copy_target_weights(head: Any) -> dict[str, Tensor]:
     """Copy the target's embedding and output head, unless the head has its own."""
     copies, target = {}, head.target
     if head.embed_tokens is None:
@@ -167,7 +168,7 @@ def _copy_target_weights(head: BlockNetwork) -> dict[str, Tensor]:
 
 
 def _build_speculators_config(
-    head: BlockNetwork, flat: dict[str, Any], layout: BlockLayout
+    head: Any, flat: dict[str, Any], layout: BlockLayout
 ) -> dict[str, Any]:
     """Build the config of speculators, with the layers' keys in a section."""
     config = head.config
@@ -178,8 +179,8 @@ def _build_speculators_config(
     renamed_keys = {"dflash_config", "target_layer_ids", "is_causal", "num_target_layers"}
     root = {n: value for n, value in flat.items() if n not in {*layer_keys, *renamed_keys}}
     # Keys beyond DFlash's; the rest is renamed below.
-    inner, common = flat.get("dflash_config", {}), build_dflash_keys(config)
-    root |= {name: value for name, value in inner.items() if name not in common}
+    inner = flat.get("dflash_config", {})
+    root |= {name: value for name, value in inner.items() if name not in DFLASH_KEYS}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.num_draft_tokens,
@@ -208,7 +209,7 @@ def _build_speculators_config(
     }
 
 
-def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
+def build_gguf_files(head: Any, prefix: str) -> HeadFiles:
     """Build the GGUF file of a head that llama.cpp can serve.
 
     Args:
@@ -239,7 +240,7 @@ def build_gguf_files(head: BlockNetwork, prefix: str) -> HeadFiles:
     return HeadFiles(metadata, name, file_tensors, sorted(added), list(config.layers))
 
 
-def _copy_output_head(head: BlockNetwork) -> dict[str, Tensor]:
+def _copy_output_head(head: Any) -> dict[str, Tensor]:
     """Copy the target's output head, if the file holds an embedding.
 
     llama.cpp would otherwise draft with that embedding as output head.
@@ -300,9 +301,7 @@ def load_gguf_tensors(
     }, {own_names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def format_serve_command(
-    head: BlockNetwork, engine: ExportFormat, folder: str, layout: BlockLayout
-) -> str:
+def format_serve_command(head: Any, engine: ExportFormat, folder: str, layout: BlockLayout) -> str:
     """Format the command that starts an engine, for a shell; for the authors' code, Python."""
     target, tokens = head.target_name, head.config.num_draft_tokens
     if engine is ExportFormat.vllm:

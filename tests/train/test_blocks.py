@@ -18,7 +18,7 @@ from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRu
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
 from eval.parity.parity_check import check_parity
-from heads.blocks.network import default_layers
+from heads.blocks.block_head import default_layers
 from heads.export.writer import compute_reference_tensors, export_head
 from heads.feature_head import choose_mask_token
 from heads.target_model.embeddings_and_output_head import Projection

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from conf.errors import InputError
 from conf.settings.blocks import DFlashConfig
+from heads.blocks.block_head import build_block_config
 from heads.blocks.dflash import DFlashHead
-from heads.blocks.network import build_block_config
 from heads.kinds import load_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
