@@ -426,7 +426,7 @@ def main(config: TreeSearchRun) -> None:
         }
         path = store_shape(measurement.head, content, Path(config.out_dir))
         console.print(f"wrote {path}, which decoding uses if it lies beside the head's weights")
-    dialogues = {measurement.prompts[number].dialogue for number in second_half}
+    dialogues = {prompt.dialogue for prompt in checked.prompts}
     print(f"\n{judge_tree(result, len(dialogues))}")  # noqa: T201
     # On other prompts, as the prompts of the search would flatter its result.
     same = collect_changed_settings(config, "head", "target")

@@ -30,7 +30,8 @@ PLAIN = (
 )  # fmt: skip
 OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
 BENCH_NAMES = (
-    "against_peers", "capture", "cpu", "engine", "engines", "gpu", "memory", "preparing", "training",
+    "against_peers", "capture", "cpu", "engine", "engines", "gpu", "memory", "preparing",
+    "training",
 )  # fmt: skip
 BENCHES = tuple(f"scripts/bench/{name}.py" for name in BENCH_NAMES)
 
