@@ -166,14 +166,19 @@ class LoadMeasurement:
 class EngineProtocol(ABC):
     """Requests to one kind of serving engine. Each may raise as `EndpointClient.request_json` does.
 
+    Engines count draft tokens over all requests, so the counters are read before and after, unless
+    a class says otherwise.
+
     Attributes:
         drafts_end_with_text: whether the engine never drafts beyond the end of a text.
         path: path of requests for a text, below the server's address.
+        missing_ids: what a reply without token ids tells.
         depth: number of draft tokens of a pass; 0 without a draft head.
     """
 
     drafts_end_with_text = False
     path: str
+    missing_ids: str
 
     def __init__(self, client: EndpointClient, model: str) -> None:
         self.client, self.model = client, model
@@ -195,34 +200,62 @@ class EngineProtocol(ABC):
         """Build the JSON body of a request for a text."""
 
     @abstractmethod
+    def _get_token_ids(self, reply: Any) -> list[int]:
+        """Return the token ids of a reply; raise any error of indexing if there are none."""
+
     def parse_token_ids(self, reply: dict) -> list[int]:
         """Parse the token ids of a reply, or of one piece of a streamed reply.
 
         Raises:
             ReplyError: the reply has no token ids.
         """
+        try:
+            return list(self._get_token_ids(reply))
+        except (KeyError, IndexError, TypeError) as error:
+            raise ReplyError(f"the reply has no {self.missing_ids} is too old") from error
 
-    @abstractmethod
     async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
         """Request one text with the counts of its draft tokens."""
+        before = await self.request_draft_counters()
+        body = self.build_request(prompt_ids, request)
+        reply = await self.client.request_json("POST", self.path, body)
+        counts = self.subtract_counters(before, await self.request_draft_counters())
+        ids = self.parse_token_ids(reply)
+        if counts is None:
+            return DraftCounts.from_passes(ids, self.parse_accepted_lengths(reply), self.depth)
+        return replace(counts, text=ids)
 
-    @abstractmethod
     async def request_draft_counters(self) -> list[int]:
-        """Request the counters since the server's start; empty if the engine has none.
+        """Request the counters since the server's start; empty without a draft head.
 
         Returns:
             Number of drafts, of draft tokens, and of accepted tokens at each position.
         """
+        return await self._request_counters() if self.depth else []
 
-    @abstractmethod
+    async def _request_counters(self) -> list[int]:
+        """Request the counters, and set `depth` to the number of positions among them."""
+        totals, accepted = {"num_drafts": 0, "num_draft_tokens": 0}, dict[int, int]()
+        for name, labels, value in COUNTER.findall(await self.client.request_text("metrics")):
+            if name in totals:
+                totals[name] += int(float(value))
+            elif name == "num_accepted_tokens_per_pos":
+                position = int(POSITION.findall(labels)[0])
+                accepted[position] = accepted.get(position, 0) + int(float(value))
+        self.depth = len(accepted)
+        return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
+
     def subtract_counters(self, before: list[int], after: list[int]) -> DraftCounts | None:
         """Subtract an earlier reading of the server's counters from a later one.
 
         Returns None for an engine that reports counts with every reply (SGLang).
         """
+        if not self.depth:
+            return DraftCounts([], 0, 0, [])
+        new = [count - old for count, old in zip(after, before, strict=True)]
+        return DraftCounts([], new[0], new[1], new[2:])
 
-    @abstractmethod
-    async def empty_prefix_cache(self) -> None:
+    async def empty_prefix_cache(self) -> None:  # noqa: B027  most need not
         """Empty the engine's cache of prompts, if requests cannot be kept from sharing it."""
 
     async def stream_text(self, prompt_ids: list[int], request: TextRequest) -> StreamedText:
@@ -254,9 +287,9 @@ class EngineProtocol(ABC):
         """
         return before + len(self.parse_token_ids(event))
 
-    @abstractmethod
-    def parse_accepted_lengths(self, reply: dict) -> list[int]:
+    def parse_accepted_lengths(self, _reply: dict) -> list[int]:
         """Parse the number of draft tokens that each pass accepted; empty if a reply has none."""
+        return []
 
 
 class ServingEngine(SyncEndpointClient):
@@ -445,48 +478,9 @@ def _choose_model(listed: list[dict], model: str | None) -> dict:
     raise ReplyError(f"model={model}: not served; allowed: {names}")
 
 
-class _MeteredProtocol(EngineProtocol):
-    """Protocol of an engine that counts over all requests: counters are read before and after."""
-
-    async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
-        before = await self.request_draft_counters()
-        reply = await self.client.request_json(
-            "POST", self.path, self.build_request(prompt_ids, request)
-        )
-        counts = self.subtract_counters(before, await self.request_draft_counters())
-        return replace(counts, text=self.parse_token_ids(reply))
-
-    async def request_draft_counters(self) -> list[int]:
-        if not self.depth:
-            return []
-        return await self._request_counters()
-
-    async def _request_counters(self) -> list[int]:
-        totals, accepted = {"num_drafts": 0, "num_draft_tokens": 0}, dict[int, int]()
-        for name, labels, value in COUNTER.findall(await self.client.request_text("metrics")):
-            if name in totals:
-                totals[name] += int(float(value))
-            elif name == "num_accepted_tokens_per_pos":
-                position = int(POSITION.findall(labels)[0])
-                accepted[position] = accepted.get(position, 0) + int(float(value))
-        self.depth = len(accepted)
-        return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
-
-    def subtract_counters(self, before: list[int], after: list[int]) -> DraftCounts:
-        if not self.depth:
-            return DraftCounts([], 0, 0, [])
-        new = [count - old for count, old in zip(after, before, strict=True)]
-        return DraftCounts([], new[0], new[1], new[2:])
-
-    async def empty_prefix_cache(self) -> None:
-        pass
-
-    def parse_accepted_lengths(self, _reply: dict) -> list[int]:
-        return []
-
-
-class _VllmProtocol(_MeteredProtocol):
+class _VllmProtocol(EngineProtocol):
     path = "v1/completions"
+    missing_ids = "choices[0].token_ids: vLLM"
 
     async def find_draft_depth(self, drafts: bool) -> None:
         await self._request_counters()
@@ -506,16 +500,14 @@ class _VllmProtocol(_MeteredProtocol):
             **({"cache_salt": request.salt} if request.salt else {}),
         }
 
-    def parse_token_ids(self, reply: dict) -> list[int]:
-        try:
-            return list(reply["choices"][0]["token_ids"]) if reply["choices"] else []
-        except (KeyError, IndexError, TypeError) as error:
-            raise ReplyError("the reply has no choices[0].token_ids: vLLM is too old") from error
+    def _get_token_ids(self, reply: Any) -> list[int]:
+        return reply["choices"][0]["token_ids"] if reply["choices"] else []
 
 
-class _LlamaCppProtocol(_MeteredProtocol):
+class _LlamaCppProtocol(EngineProtocol):
     drafts_end_with_text = True
     path = "completion"
+    missing_ids = "tokens: llama.cpp"
 
     async def find_draft_depth(self, drafts: bool) -> None:
         """See `EngineProtocol`. A first text is drafted, as no position is counted before one."""
@@ -541,17 +533,15 @@ class _LlamaCppProtocol(_MeteredProtocol):
             **({"ignore_eos": True} if request.ignore_eos else {}),
         }
 
-    def parse_token_ids(self, reply: dict) -> list[int]:
-        try:
-            return list(reply["tokens"])
-        except (KeyError, TypeError) as error:
-            raise ReplyError("the reply has no tokens: llama.cpp is too old") from error
+    def _get_token_ids(self, reply: Any) -> list[int]:
+        return reply["tokens"]
 
 
 class _SglangProtocol(EngineProtocol):
     """Protocol of an engine that returns counts with each text."""
 
     path = "generate"
+    missing_ids = "output_ids: SGLang"
 
     async def find_draft_depth(self, drafts: bool) -> None:
         settings = await self.client.request_json("GET", "get_server_info")
@@ -573,19 +563,8 @@ class _SglangProtocol(EngineProtocol):
         sampling |= {"ignore_eos": True} if request.ignore_eos else {}
         return {"input_ids": prompt_ids, "sampling_params": sampling}
 
-    def parse_token_ids(self, reply: dict) -> list[int]:
-        try:
-            return list(reply["output_ids"])
-        except (KeyError, TypeError) as error:
-            raise ReplyError("the reply has no output_ids: SGLang is too old") from error
-
-    async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
-        reply = await self.client.request_json(
-            "POST", self.path, self.build_request(prompt_ids, request)
-        )
-        return DraftCounts.from_passes(
-            self.parse_token_ids(reply), self.parse_accepted_lengths(reply), self.depth
-        )
+    def _get_token_ids(self, reply: Any) -> list[int]:
+        return reply["output_ids"]
 
     async def request_draft_counters(self) -> list[int]:
         return []
