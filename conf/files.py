@@ -133,20 +133,32 @@ def make_folder(folder: Path) -> None:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from error
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
+def write_atomically(
+    path: Path, content: str | bytes | Iterable[bytes | memoryview], *, shared: bool = False
+) -> None:
     """Write a file atomically. Readers see the old file or the new one, even after a crash.
 
     Args:
         path: path of the file.
         content: whole content, or its pieces in order.
+        shared: whether other processes may write the file at the same time.
+
+    Raises:
+        OSError: the file cannot be written. Nothing of it is left.
     """
     encoded = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        file.writelines([encoded] if isinstance(encoded, bytes) else encoded)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    partial = path.with_name(
+        f"{path.name}.{uuid.uuid4().hex}.tmp" if shared else f"{path.name}.tmp"
+    )
+    try:
+        with partial.open("wb") as file:
+            file.writelines([encoded] if isinstance(encoded, bytes) else encoded)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)
@@ -372,6 +384,13 @@ def compute_file_checksum(path: Path) -> str:
     """Compute xxh3_64 of a file's bytes, as 16 hexadecimal digits."""
     with path.open("rb") as file:
         return compute_checksum(iter(partial(file.read, READ_BYTES), b""))
+
+
+def is_file_whole(path: Path, size: int, checksum: str) -> bool:
+    """Tell whether a file is there with this size in bytes and this xxh3_64."""
+    return (
+        path.is_file() and path.stat().st_size == size and compute_file_checksum(path) == checksum
+    )
 
 
 def compute_checksum(parts: Iterable[bytes | memoryview]) -> str:

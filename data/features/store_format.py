@@ -37,7 +37,7 @@ from conf.errors import InputError
 from conf.files import (
     LOCK_NAME,
     SAFETENSORS_SUFFIX,
-    compute_file_checksum,
+    is_file_whole,
     retry_io,
     write_atomically,
 )
@@ -273,8 +273,7 @@ def is_shard_whole(folder: Path, name: str) -> bool:
     try:
         index = ShardIndex.from_folder(folder, name)
         path = folder / f"{name}{SAFETENSORS_SUFFIX}"
-        same_size = path.stat().st_size == index.size
-        return same_size and retry_io(partial(compute_file_checksum, path)) == index.checksum
+        return retry_io(partial(is_file_whole, path, index.size, index.checksum))
     except (InputError, FileNotFoundError):
         return False
 

@@ -6,7 +6,7 @@ A device copies tensors to pinned host memory on a stream of its own, and thread
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -118,22 +118,15 @@ def _write_shard(
         [_build_header(fields, sum(num_tokens))],
         (memory_of(sequence[field.name]) for field in fields for sequence in sequences),
     )
-    path = folder / f"{name}{SAFETENSORS_SUFFIX}"
-    temporary = path.with_name(path.name + ".tmp")
-    digest = xxhash.xxh3_64()
-    try:
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
-                digest.update(part)
-            size = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    index = ShardIndex(num_tokens, checksums, size, digest.hexdigest())
+    path, digest = folder / f"{name}{SAFETENSORS_SUFFIX}", xxhash.xxh3_64()
+
+    def iter_hashed() -> Iterator[bytes | memoryview]:
+        for part in parts:
+            digest.update(part)
+            yield part
+
+    write_atomically(path, iter_hashed())
+    index = ShardIndex(num_tokens, checksums, path.stat().st_size, digest.hexdigest())
     write_atomically(folder / f"{name}.json", json.dumps(asdict(index)) + "\n")
     descriptor = os.open(folder, os.O_RDONLY)
     try:

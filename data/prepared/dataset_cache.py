@@ -30,20 +30,21 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from conf.command.environment import count_cores
 from conf.command.run_record import compute_code_checksum, to_json
 from conf.errors import InputError
-from conf.files import POLL_S, READ_BYTES, SAFETENSORS_SUFFIX, LockWatch, cache_dir
+from conf.files import (
+    POLL_S,
+    READ_BYTES,
+    SAFETENSORS_SUFFIX,
+    LockWatch,
+    cache_dir,
+    write_atomically,
+)
 from conf.settings.data import Form, OnBadRow, PackedConfig
 from data.prepared import tokenise
 from data.prepared.packing import TokenChunk, TokenisedSamples
-from data.prepared.tokenise import (
-    BadRow,
-    PreparedShard,
-    TokenisingSettings,
-    iter_shards,
-    num_cores,
-    write_shard_file,
-)
+from data.prepared.tokenise import BadRow, PreparedShard, TokenisingSettings, iter_shards
 from data.rows import data_files, field_checks, messages, records, row_digests
 from data.rows.data_files import DataSource, find_source, iter_rows
 from data.rows.records import NUM_ROWS_TO_DETECT, detect_form
@@ -192,7 +193,7 @@ def _compute_source_checksum(source: DataSource, root: Path) -> str:
             raise InputError(f"{path}: cannot be read: {error}") from error
     _check_unchanged(source, facts)
     stored.parent.mkdir(parents=True, exist_ok=True)
-    write_shard_file(stored, json.dumps(digest.hexdigest()).encode())
+    write_atomically(stored, json.dumps(digest.hexdigest()), shared=True)
     return digest.hexdigest()
 
 
@@ -278,7 +279,7 @@ def _prepare_shards(
         RecordEncoder(tokenizer).build_template({}, None)
     settings = TokenisingSettings(tokenizer, form, config, _find_source_root(source))
     shards, num_new, start = [], 0, time.monotonic()
-    results = iter_shards(folder, chain(first, rows), settings, config.num_proc or num_cores())
+    results = iter_shards(folder, chain(first, rows), settings, config.num_proc or count_cores())
     few = len(first) < NUM_ROWS_TO_DETECT
     with closing(results), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
         for shard, is_new in results:
@@ -293,7 +294,7 @@ def _prepare_shards(
     _check_unchanged(source, facts)
     rows_per_s = round(num_new / (time.monotonic() - start), 1) if num_new else None
     index = Index(form.value, digest.hexdigest(), rows_per_s, shards)
-    write_shard_file(folder / INDEX, json.dumps(asdict(index)).encode())
+    write_atomically(folder / INDEX, json.dumps(asdict(index)), shared=True)
     for leftover in folder.glob("*.tmp"):  # left by killed starts
         leftover.unlink(missing_ok=True)
 

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
@@ -32,7 +31,7 @@ from safetensors.numpy import save
 from transformers import PreTrainedTokenizerBase
 
 from conf.errors import InputError
-from conf.files import SAFETENSORS_SUFFIX, compute_file_checksum
+from conf.files import SAFETENSORS_SUFFIX, is_file_whole, write_atomically
 from conf.settings.data import Form, PackedConfig
 from data.rows.data_files import Row
 from data.rows.field_checks import MalformedRowError
@@ -111,10 +110,7 @@ class PreparedShard:
 
     def is_whole(self, folder: Path) -> bool:
         """Tell whether the file has the recorded size and checksum."""
-        path = folder / f"{self.name}{SAFETENSORS_SUFFIX}"
-        if not path.is_file() or path.stat().st_size != self.size:
-            return False
-        return compute_file_checksum(path) == self.checksum
+        return is_file_whole(folder / f"{self.name}{SAFETENSORS_SUFFIX}", self.size, self.checksum)
 
 
 @dataclass(frozen=True)
@@ -295,33 +291,9 @@ def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> Prepared
         unrendered=dict(unrendered),
         highest=max(ids, default=0),
     )
-    write_shard_file(job.folder / f"{job.name}{SAFETENSORS_SUFFIX}", content)
-    write_shard_file(job.folder / f"{job.name}.json", json.dumps(asdict(shard)).encode())
+    write_atomically(job.folder / f"{job.name}{SAFETENSORS_SUFFIX}", content, shared=True)
+    write_atomically(job.folder / f"{job.name}.json", json.dumps(asdict(shard)), shared=True)
     return shard
-
-
-def write_shard_file(path: Path, content: bytes) -> None:
-    """Write a file atomically, even if other processes write it at the same time.
-
-    Raises:
-        OSError: the file cannot be written. Nothing of it is left.
-    """
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def num_cores() -> int:
-    """Count the cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 _worker_settings: TokenisingSettings | None = None
@@ -334,9 +306,7 @@ def _initialise_worker(settings: TokenisingSettings) -> None:
     _worker_settings = settings
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the parent gets the signal too, and ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

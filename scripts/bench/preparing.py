@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 
-from conf.command.environment import set_passive_wait_policy
+from conf.command.environment import count_cores, set_passive_wait_policy
 
 set_passive_wait_policy()
 
@@ -34,7 +34,6 @@ from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig
 from data.prepared.packing import PackedDataset
 from data.prepared.prepare import prepare_datasets
-from data.prepared.tokenise import num_cores
 from data.rows.records import load_records
 from data.templates.record_encoder import RecordEncoder
 from scripts.bench.harness import add_size_flags
@@ -104,7 +103,9 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
-    add_size_flags(parser, rows=1_000_000, baseline_rows=20_000, tokens=1024, num_proc=num_cores())
+    add_size_flags(
+        parser, rows=1_000_000, baseline_rows=20_000, tokens=1024, num_proc=count_cores()
+    )
     return parser.parse_args(given)
 
 
@@ -247,7 +248,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         costs = measure_ways(options, Path(folder))
-    print(f"{num_cores()} cores, on which {load:.1f} processes were running before")
+    print(f"{count_cores()} cores, on which {load:.1f} processes were running before")
     print_tables(costs)
 
 
