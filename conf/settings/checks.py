@@ -3,8 +3,9 @@
 The checks name the setting, its value and what is allowed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from conf.errors import InputError
@@ -24,67 +25,29 @@ class ComputingRun:
     among the processes of the machine; otherwise what OMP_NUM_THREADS says, or all cores."""
 
 
-def check_positive(prefix: str, config: object, *names: str) -> None:
-    """Refuse numbers of 0 and below in some fields of settings. None passes.
-
-    Args:
-        prefix: section of the settings, for the message.
-        config: settings, a dataclass.
-        names: fields to check.
-
-    Raises:
-        InputError: the message has the key, the value and what is allowed.
-    """
-    _check_values(prefix, config, names, lambda value: value <= 0, "above 0")
-
-
-def check_not_negative(prefix: str, config: object, *names: str) -> None:
-    """Refuse numbers below 0 in some fields of settings. None passes.
-
-    Args:
-        prefix: section of the settings, for the message.
-        config: settings, a dataclass.
-        names: fields to check.
-
-    Raises:
-        InputError: the message has the key, the value and what is allowed.
-    """
-    _check_values(prefix, config, names, lambda value: value < 0, "at least 0")
-
-
-def check_below_one(prefix: str, config: object, name: str) -> None:
-    """Refuse a number outside [0, 1) in a field of settings. None passes.
-
-    Args:
-        prefix: section of the settings, for the message.
-        config: settings, a dataclass.
-        name: field to check.
-
-    Raises:
-        InputError: the message has the key, the value and what is allowed.
-    """
-    _check_values(prefix, config, (name,), lambda value: not 0 <= value < 1, "from 0 to below 1")
-
-
-def check_fraction(prefix: str, config: object, *names: str) -> None:
-    """Refuse numbers outside [0, 1] in some fields of settings. None passes.
-
-    Args:
-        prefix: section of the settings, for the message.
-        config: settings, a dataclass.
-        names: fields to check.
-
-    Raises:
-        InputError: the message has the key, the value and what is allowed.
-    """
-    _check_values(prefix, config, names, lambda value: not 0 <= value <= 1, "from 0 to 1")
-
-
 def _check_values(
-    prefix: str, config: object, names: Iterable[str], bad: Callable[[Any], bool], allowed: str
+    is_wrong: Callable[[Any], bool], allowed: str, prefix: str, config: object, *names: str
 ) -> None:
+    """Refuse wrong numbers in some fields of settings. None passes.
+
+    Args:
+        is_wrong: function that tells whether a number is wrong.
+        allowed: numbers that are not, for the message.
+        prefix: section of the settings, for the message.
+        config: settings, a dataclass.
+        names: fields to check.
+
+    Raises:
+        InputError: the message has the key, the value and what is allowed.
+    """
     for name in names:
         value = getattr(config, name)
-        if value is not None and bad(value):
+        if value is not None and is_wrong(value):
             key = f"{prefix}.{name}".lstrip(".")
             raise InputError(f"{key}={value}: must be {allowed}")
+
+
+check_positive = partial(_check_values, lambda value: value <= 0, "above 0")
+check_not_negative = partial(_check_values, lambda value: value < 0, "at least 0")
+check_below_one = partial(_check_values, lambda value: not 0 <= value < 1, "from 0 to below 1")
+check_fraction = partial(_check_values, lambda value: not 0 <= value <= 1, "from 0 to 1")
