@@ -86,6 +86,11 @@ def parse_unicode(value: str, name: str) -> str:
     return value
 
 
+def remove_white_space(text: str) -> str:
+    """Remove white space from a text."""
+    return "".join(text.split())
+
+
 def parse_list(value: object, name: str, items: str) -> list:
     """Check that a value is a non-empty list, or the JSON text of one; return the list.
 

@@ -24,6 +24,7 @@ from data.rows.field_checks import (
     parse_list,
     parse_object,
     parse_text,
+    remove_white_space,
     show_fields,
 )
 from data.rows.messages import (
@@ -453,8 +454,8 @@ def _refuse_lost_fields(fields: Fields, form: Form, messages: Messages) -> None:
     for name, value in fields.items():
         if not (is_answered if name in of_answers else MEANT.fullmatch(name)):
             continue
-        said = _remove_white_space("".join(message["content"] for message in messages))
-        if any(_remove_white_space(text) not in said for text in _list_texts(value)):
+        said = remove_white_space("".join(message["content"] for message in messages))
+        if any(remove_white_space(text) not in said for text in _list_texts(value)):
             allowed = "a text that the messages hold too; write it into the question"
             if isinstance(value, str) and form not in COMPLETE:
                 allowed += f", set data.columns={{instruction: QUESTION, input: {name}}}"
@@ -468,11 +469,11 @@ def _refuse_answered_text(fields: Fields, text: str) -> None:
     Raises:
         MalformedRowError: a field beside it tells so.
     """
-    said = _remove_white_space(text)
+    said = remove_white_space(text)
     for name in ANSWERS:
         value = fields.get(name)
         texts = [] if isinstance(value, int | float) else _list_texts(value)  # no class of the text
-        if any(_remove_white_space(answer) not in said for answer in texts):
+        if any(remove_white_space(answer) not in said for answer in texts):
             allowed = (
                 "plain text without it; map it, e.g. data.columns={prompt: text, response: "
                 f"{name}}}, or set data.form=text to learn the whole text"
@@ -488,10 +489,6 @@ def _list_texts(value: object) -> list[str]:
     if isinstance(value, list):
         return [text for part in value for text in _list_texts(part)]
     return [] if value is None else [str(value)]
-
-
-def _remove_white_space(text: str) -> str:
-    return "".join(text.split())
 
 
 def _rename_fields(value: object, columns: Mapping[str, str]) -> tuple[Fields, list[str]]:
@@ -653,7 +650,7 @@ def _pop_question(fields: Fields, key: str) -> Any:
         return question
     text = parse_text(fields[name], name)
     # A prompt may have been built from the question and its text.
-    if key != "instruction" and _remove_white_space(text) in _remove_white_space(question):
+    if key != "instruction" and remove_white_space(text) in remove_white_space(question):
         return question
     del fields[name]
     return f"{question}\n\n{text}"

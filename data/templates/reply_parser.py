@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from conf.errors import InputError
+from data.rows.field_checks import remove_white_space
 from data.rows.messages import Messages
 from data.templates.chat_template import (
     ANSWER,
@@ -21,7 +22,7 @@ from data.templates.chat_template import (
     Tools,
     build_probe_messages,
 )
-from data.templates.turns import THINKING_TAGS, Turn, find_turn, remove_white_space
+from data.templates.turns import THINKING_TAGS, Turn, find_turn
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from conf.errors import InputError
+from data.rows.field_checks import remove_white_space
 from data.rows.messages import Messages
 from data.templates.chat_template import (
     ANSWER,
@@ -286,11 +287,6 @@ def _find_aligned_turns(
     if [turns[i].text for i in outer] != [turn.text for turn in outer_turns]:
         return None
     return [turns[i] for i in indices]
-
-
-def remove_white_space(text: str) -> str:
-    """Remove white space from a text."""
-    return "".join(text.split())
 
 
 @dataclass(frozen=True)
