@@ -21,12 +21,12 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -318,43 +318,36 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
         tqdm.write(f"{folder}: damaged files are made again: {names}", file=sys.stderr)
         (folder / INDEX).unlink(missing_ok=True)
         return None
-    pieces, lengths, record, copies, prompts = [], [], [], [], []
-    refused: list[int] = []
-    malformed: list[str] = []
-    unread, unrendered = Counter[str](), Counter[str]()
-    num_records = 0
-    for shard in index.shards:
-        # The tensors stay on disk until they are read.
-        with safe_open(folder / f"{shard.name}{SAFETENSORS_SUFFIX}", framework="pt") as file:
-            pieces.append(TokenChunk(file.get_tensor("input_ids"), file.get_tensor("loss_mask")))
-            lengths.append(file.get_tensor("lengths").numpy())
-            record.append(file.get_tensor("record").numpy() + num_records)
-            copies.append(file.get_tensor("copies").numpy())
-            prompts.append(file.get_tensor("prompts").numpy())
-        malformed += [
-            _find_source_root(source) + bad.place for bad in shard.bad if bad.record is None
-        ]
-        refused += [bad.record + num_records for bad in shard.bad if bad.record is not None]
-        num_records += shard.num_records
-        unread.update(shard.unread)
-        unrendered.update(shard.unrendered)
-    highest = max(shard.highest for shard in index.shards)
+    # The tensors stay on disk until they are read.
+    tensors = [load_file(folder / f"{shard.name}{SAFETENSORS_SUFFIX}") for shard in shards]
+    starts = list(accumulate((shard.num_records for shard in shards), initial=0))
+    bad = [(bad, start) for shard, start in zip(shards, starts, strict=False) for bad in shard.bad]
+    root = _find_source_root(source)
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([each[name].numpy() for each in tensors])
+
     return PreparedFolder(
         folder=folder,
         form=Form(index.form),
         sha256=index.sha256,
-        num_records=num_records,
-        samples=TokenisedSamples(pieces, np.concatenate(lengths), highest=highest),
-        record_of_sample=np.concatenate(record),
-        copies=np.concatenate(copies),
-        prompts=np.concatenate(prompts),
-        refused_records=np.array(refused, dtype=np.int64),
-        bad_row_messages=[
-            _format_bad_row(source, bad) for shard in index.shards for bad in shard.bad
-        ],
-        malformed_locations=frozenset(malformed),
-        unread=dict(unread),
-        unrendered=dict(unrendered),
+        num_records=starts[-1],
+        samples=TokenisedSamples(
+            [TokenChunk(each["input_ids"], each["loss_mask"]) for each in tensors],
+            join("lengths"),
+            highest=max(shard.highest for shard in shards),
+        ),
+        record_of_sample=join("record")
+        + np.repeat(starts[:-1], [len(each["record"]) for each in tensors]),
+        copies=join("copies"),
+        prompts=join("prompts"),
+        refused_records=np.array(
+            [each.record + start for each, start in bad if each.record is not None], dtype=np.int64
+        ),
+        bad_row_messages=[_format_bad_row(source, each) for each, _ in bad],
+        malformed_locations=frozenset(root + each.place for each, _ in bad if each.record is None),
+        unread=dict(sum((Counter(shard.unread) for shard in shards), Counter())),
+        unrendered=dict(sum((Counter(shard.unrendered) for shard in shards), Counter())),
         source=source,
         rows_per_s=index.rows_per_s,
     )
