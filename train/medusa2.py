@@ -30,17 +30,15 @@ from torch import Tensor, nn
 
 from conf.command.clock import label_part
 from conf.errors import InputError
-from conf.settings.export import ExportFormat
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
 from conf.settings.training import Optimizer
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset
 from eval.measure.target_answers import LocalAnswerSource
-from heads.draft_head import ExportPlan
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import WEIGHTS, Adapter
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.model import FeatureLayers, Target, TargetOutput
+from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab
 from train import medusa
 from train.batch.batch import (
@@ -72,40 +70,21 @@ from train.parallel.checkpoint import collect_resume_settings
 
 
 class AdaptedMedusa(nn.Module):
-    """Medusa heads with the adapter of the target that they read; Medusa-2 trains both."""
+    """Medusa heads with the adapter of the target that they read; Medusa-2 trains both.
+
+    What this module lacks, such as `plan_export`, is that of the heads.
+    """
 
     def __init__(self, heads: MedusaHead, adapter: Adapter) -> None:
         super().__init__()
         self.heads = heads
         self.adapter = adapter
-        self.taps = heads.taps
 
-    def compute_candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """Compute the heads' candidates, see `MedusaHead.compute_candidates`."""
-        return self.heads.compute_candidates(output, token_ids, first, depth, width)
-
-    @property
-    def title(self) -> str:
-        """Return the heads' title, see `DraftHead.title`."""
-        return self.heads.title
-
-    def plan_export(self, engine: ExportFormat) -> ExportPlan:
-        """Plan the heads' export, see `DraftHead.plan_export`."""
-        return self.heads.plan_export(engine)
-
-    def find_output_heads(self) -> list[Tensor]:
-        """Find the heads' output heads, see `DraftHead.find_output_heads`."""
-        return self.heads.find_output_heads()
-
-    def find_embeddings(self) -> list[Tensor]:
-        """Find the heads' embeddings, see `DraftHead.find_embeddings`."""
-        return self.heads.find_embeddings()
-
-    def compile_layers(self) -> None:
-        """Compile the heads, see `DraftHead.compile_layers`."""
-        self.heads.compile_layers()
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("heads"), name)
 
     def save(
         self,
