@@ -3,7 +3,6 @@
 Source: ggml `docs/gguf.md`; types of tensors and of files by the package `gguf`.
 """
 
-import hashlib
 import math
 import re
 from collections import Counter
@@ -100,11 +99,6 @@ class GgufTarget:
             table[name] = {"dtype": kind.name, "shape": list(shape), "data_offsets": places}
         return table
 
-    @property
-    def num_values(self) -> int:
-        """Return the number of values in all tensors."""
-        return sum(math.prod(tensor["shape"]) for tensor in self.tensor_table.values())
-
     @cached_property
     def quantization(self) -> str:
         """Return llama.cpp's type of the file, e.g. `Q4_K_M`, or else the type of most values."""
@@ -118,18 +112,12 @@ class GgufTarget:
             values[tensor["dtype"]] += math.prod(tensor["shape"])
         return values.most_common(1)[0][0]
 
-    @cached_property
-    def header_checksum(self) -> str:
-        """Compute the checksum of all metadata and of the table of tensors."""
-        with self.file.open("rb") as opened:
-            return hashlib.sha256(opened.read(self.content.start)).hexdigest()
-
-    @cached_property
-    def arch_metadata(self) -> dict[str, Any]:
-        """Return all metadata of the file's architecture."""
-        names = [name for name in self.content.metadata if name.startswith(f"{self.architecture}.")]
-        return {"architecture": self.architecture} | {
-            name: self.get_metadata(name) for name in names
+    def collect_metadata(self, prefix: str) -> dict[str, Any]:
+        """Collect the metadata whose keys begin with a prefix."""
+        return {
+            key: value.content
+            for key, value in self.content.metadata.items()
+            if key.startswith(prefix)
         }
 
     @property

@@ -8,6 +8,7 @@ transformers drops silently are found here.
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -76,16 +77,13 @@ def resolve_target_folder(config: TargetConfig) -> str:
     if split_gguf_path(config.path) is None:
         return config.path
     gguf = load_gguf_target(config.path, config.revision)
-    facts = json.dumps(
-        [
-            FORMAT,
-            transformers.__version__,
-            gguf.header_checksum,
-            checksum_gguf_weights(gguf),
-            _compute_checksums(gguf),
-        ]
-    )
-    key = sha256(facts.encode()).hexdigest()[:16]
+    with gguf.file.open("rb") as opened:
+        header = opened.read(gguf.content.start)
+    beside = {name: file.read_bytes() for name, file in gguf.original_files.items()}
+    checksums = {name: sha256(content).hexdigest() for name, content in beside.items()}
+    facts = [FORMAT, transformers.__version__, sha256(header).hexdigest()]
+    facts += [checksum_gguf_weights(gguf), checksums]
+    key = sha256(json.dumps(facts).encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf" / f"{gguf.file.stem}-{key}"
     if not folder.is_dir():
         _check_readable(gguf)
@@ -106,7 +104,8 @@ def checksum_gguf_weights(gguf: GgufTarget) -> str:
 
 def collect_gguf_facts(gguf: GgufTarget) -> dict[str, Any]:
     """Collect the facts that decide the architecture: metadata, and the config beside the file."""
-    return gguf.arch_metadata | {"beside": _load_config_beside(gguf)}
+    metadata = gguf.collect_metadata(f"{gguf.architecture}.")
+    return {"architecture": gguf.architecture, **metadata, "beside": _load_config_beside(gguf)}
 
 
 def collect_tokenizer_facts(gguf: GgufTarget) -> dict[str, Any] | None:
@@ -116,8 +115,9 @@ def collect_tokenizer_facts(gguf: GgufTarget) -> dict[str, Any] | None:
     """
     if _has_tokenizer_beside(gguf):
         return None
-    keys = [key for key in gguf.content.metadata if key.startswith("tokenizer.")]
-    return {key: gguf.get_metadata(key) for key in keys if key != "tokenizer.chat_template"}
+    facts = gguf.collect_metadata("tokenizer.")
+    facts.pop("tokenizer.chat_template", None)
+    return facts
 
 
 def _has_tokenizer_beside(gguf: GgufTarget) -> bool:
@@ -129,13 +129,6 @@ def load_config_file(file: Path) -> dict[str, Any]:
     stored: dict[str, Any] = json.loads(file.read_text())
     stored.pop("transformers_version", None)
     return stored
-
-
-def _compute_checksums(gguf: GgufTarget) -> dict[str, str]:
-    """Compute the checksums of the files beside the GGUF file."""
-    return {
-        name: sha256(file.read_bytes()).hexdigest() for name, file in gguf.original_files.items()
-    }
 
 
 def _load_config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
@@ -160,7 +153,8 @@ def _check_readable(gguf: GgufTarget) -> None:
 
 
 def _check_room(gguf: GgufTarget, place: Path) -> None:
-    needed, free = gguf.num_values * BYTES_PER_VALUE, shutil.disk_usage(place).free
+    num_values = sum(math.prod(tensor["shape"]) for tensor in gguf.tensor_table.values())
+    needed, free = num_values * BYTES_PER_VALUE, shutil.disk_usage(place).free
     if needed > free:
         raise InputError(
             f"{gguf.label}: dequantised it takes {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} "
@@ -206,50 +200,43 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
         gguf.get_arch_metadata("nextn_predict_layers") or 0
     )
     stated["rope.freq_base"] = find_rope(config)["rope_theta"]
+    advice = f"put the config.json of the original model into {gguf.folder}"
     for name, config_value in stated.items():
         value = gguf.get_arch_metadata(name)
         if value is None or config_value is None or isinstance(value, list):  # of one layer each
             continue
         if not math.isclose(value, config_value, rel_tol=1e-5):
             raise InputError(
-                f"{gguf.label}: has {name}={value:g}, but its config {config_value:g}; "
-                f"{_format_config_advice(gguf)}"
+                f"{gguf.label}: has {name}={value:g}, but its config {config_value:g}; {advice}"
             )
-    kinds = _collect_rope_types(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [each for each in rope.values() if isinstance(each, dict)]
+    kinds = {each.get("rope_type", "default") for each in by_layer_type or [rope]}
     kind = gguf.get_arch_metadata("rope.scaling.type")
     scales = [name for name in gguf.tensor_table if name.startswith(ROPE_FACTORS)]
     scales += [f"rope.scaling.type={kind}"] if kind not in (None, "none") else []
     if scales and kinds == {"default"}:
         raise InputError(
             f"{gguf.label}: scales RoPE ({scales[0]}), which transformers does not read from a "
-            f"GGUF file; {_format_config_advice(gguf)}"
+            f"GGUF file; {advice}"
         )
     if kinds & SCALED and not scales:
         raise InputError(
             f"{gguf.label}: does not scale RoPE, but its config does "
-            f"({sorted(kinds & SCALED)[0]}); {_format_config_advice(gguf)}"
+            f"({sorted(kinds & SCALED)[0]}); {advice}"
         )
-
-
-def _format_config_advice(gguf: GgufTarget) -> str:
-    return f"put the config.json of the original model into {gguf.folder}"
-
-
-def _collect_rope_types(config: Any) -> set[str]:
-    """Collect the types of RoPE over all layers."""
-    stated = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [rope for rope in stated.values() if isinstance(rope, dict)]
-    return {rope.get("rope_type", "default") for rope in by_layer_type or [stated]}
 
 
 def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> None:
     """Refuse a file with tensors that transformers would silently drop."""
-    layers = count_layers(model.config.get_text_config())
+    # Layers after the last predict several tokens (MTP).
+    layer = re.compile(r"blk\.(\d+)\.")
+    num_layers = count_layers(model.config.get_text_config())
     values = {
         name: math.prod(tensor["shape"])
         for name, tensor in gguf.tensor_table.items()
-        # Layers after the last predict several tokens (MTP).
-        if not name.startswith(ROPE_FACTORS) and _parse_layer_index(name) < layers
+        if not name.startswith(ROPE_FACTORS)
+        and int((layer.match(name) or ("", -1))[1]) < num_layers
     }
     read = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     if sum(values.values()) <= sum(read.values()):
@@ -261,12 +248,6 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
         f"{gguf.label}: transformers would drop {', '.join(lost[:1])} and {len(lost) - 1} more "
         "of its tensors and compute something else; name the original model"
     )
-
-
-def _parse_layer_index(name: str) -> int:
-    """Parse the index of a tensor's layer from its name; -1 outside of layers."""
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "blk" else -1
 
 
 def _cast_narrowest(values: Tensor) -> Tensor:
