@@ -65,7 +65,12 @@ def check_target_files(config: TargetConfig) -> None:
                 "for as target.path"
             )
         if folder is not None:
-            _check_weights(f"{key}={path}", folder)
+            if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+                raise InputError(
+                    f"{key}={path}: no weights there; must have {' or '.join(WEIGHTS)}"
+                )
+            for start in ("model", "adapter_model"):
+                find_weight_files(f"{key}={path}", folder, start)
         if key == "target.path" and content is not None and "model_type" not in content:
             raise InputError(
                 f"{key}={path}: its {name} has no model_type, which transformers needs; name "
@@ -229,13 +234,6 @@ def _find_connection_error(url: str) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _check_weights(what: str, folder: Path) -> None:
-    if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
-        raise InputError(f"{what}: no weights there; must have {' or '.join(WEIGHTS)}")
-    for name in ("model", "adapter_model"):
-        find_weight_files(what, folder, name)
 
 
 def find_weight_files(what: str, folder: Path, name: str = "model") -> list[Path]:

@@ -208,13 +208,8 @@ class MedusaHead(DraftHead):
                 token_map, config.vocab_size, int(settings.get("vocab_size", 0)), path
             )
         head = cls(replace(config, vocab_size=vocab.size), vocab)
-        expected = {
-            name: each for name, each in head.collect_tensors().items() if name != TOKEN_MAP
-        }
-        wrong = sorted(
-            set(tensors) ^ set(expected)
-            | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
-        )
+        shapes = {n: t.shape for n, t in head.collect_tensors().items() if n != TOKEN_MAP}
+        wrong = sorted(dict({n: t.shape for n, t in tensors.items()}.items() ^ shapes.items()))
         if wrong:
             raise InputError(
                 f"head.path={path}: tensors missing, unknown or of another shape: {wrong}"

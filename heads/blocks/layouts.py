@@ -32,7 +32,7 @@ from heads.export.gguf import (
     rope_problem,
     weights_name,
 )
-from heads.export.writer import format_dtype, format_vllm_command
+from heads.export.writer import build_speculators_section, format_dtype, format_vllm_command
 from heads.layers.llama import LLAMA_KEYS
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -181,12 +181,6 @@ def _build_speculators_config(
     # Keys beyond DFlash's; the rest is renamed below.
     inner = flat.get("dflash_config", {})
     root |= {name: value for name, value in inner.items() if name not in DFLASH_KEYS}
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": config.num_draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return root | {
         "architectures": [layout.speculators_class],
         "speculators_model_type": layout.speculators_method,
@@ -197,15 +191,9 @@ def _build_speculators_config(
         "sliding_window_non_causal": not config.causal,
         "tie_word_embeddings": False,
         "transformer_layer_config": {name: flat[name] for name in layer_keys},
-        "speculators_config": {
-            "algorithm": layout.speculators_method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": head.target_name,
-                "architectures": head.target.architectures,
-            },
-        },
+        "speculators_config": build_speculators_section(
+            head, layout.speculators_method, config.num_draft_tokens
+        ),
     }
 
 

@@ -42,7 +42,12 @@ from heads.export.gguf import (
     rope_problem,
     weights_name,
 )
-from heads.export.writer import ENGINE_NAMES, format_dtype, format_vllm_command
+from heads.export.writer import (
+    ENGINE_NAMES,
+    build_speculators_section,
+    format_dtype,
+    format_vllm_command,
+)
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
 from heads.target_model.architecture import find_max_positions
 
@@ -285,40 +290,31 @@ def check_layers_and_embedding(
         InputError: the engine has a fixed list of hidden states, cannot count the head's, or
             ignores the head's own embedding.
     """
-    _check_embedding(head, engine, layout)
-    if head.config.layers:
-        _check_layers(head.config.layers, engine, layout, head.target.num_layers)
-
-
-def _check_embedding(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> None:
-    embedding = head.embed_tokens
-    if embedding is None or can_use_own_embedding(head, layout):
-        return
-    if not torch.equal(embedding.weight, head.target.embedding.weight.to(embedding.weight)):
+    name, embedding, target = ENGINE_NAMES[engine], head.embed_tokens, head.target
+    if (
+        embedding is not None
+        and not can_use_own_embedding(head, layout)
+        and not torch.equal(embedding.weight, target.embedding.weight.to(embedding.weight))
+    ):
         raise InputError(
-            f"format={engine.value}: {ENGINE_NAMES[engine]} drafts with the target's embedding, "
-            "but this head has another embed_tokens.weight; formats that keep it: vllm, original, "
-            "llamacpp"
+            f"format={engine.value}: {name} drafts with the target's embedding, but this head has "
+            "another embed_tokens.weight; formats that keep it: vllm, original, llamacpp"
         )
-
-
-def _check_layers(
-    layers: Sequence[int], engine: ExportFormat, layout: EagleLayout, num_layers: int
-) -> None:
+    layers, num_layers = head.config.layers, target.num_layers
     start = f"format={engine.value}: the head reads hidden states {list(layers)} of {num_layers}"
+    if not layers:
+        return
     if layout.layer_offset is None:
         fixed = [2, num_layers // 2, num_layers - 3]
         if list(layers) != fixed:
             raise InputError(
-                f"{start}, but {ENGINE_NAMES[engine]} always {fixed}; train with "
-                f"head.layers={fixed}, "
-                "or choose another format"
+                f"{start}, but {name} always {fixed}; train with head.layers={fixed}, or choose "
+                "another format"
             )
     elif min(layers) < -layout.layer_offset or max(layers) >= num_layers:
         raise InputError(
-            f"{start}, but for {ENGINE_NAMES[engine]} they must lie in "
-            f"{-layout.layer_offset}..{num_layers - 1}, as the last one has passed the final norm; "
-            "train with other head.layers"
+            f"{start}, but for {name} they must lie in {-layout.layer_offset}..{num_layers - 1}, "
+            "as the last one has passed the final norm; train with other head.layers"
         )
 
 
@@ -421,12 +417,6 @@ def _build_speculators_config(
     outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
     outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
     layer = {name: value for name, value in flat.items() if name not in outer}
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_draft_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     return {
         "architectures": [layout.architecture],
         "speculators_model_type": layout.speculators_method,
@@ -439,15 +429,9 @@ def _build_speculators_config(
         "tie_word_embeddings": False,
         "dtype": flat["dtype"],
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": layout.speculators_method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": head.target_name,
-                "architectures": head.target.architectures,
-            },
-        },
+        "speculators_config": build_speculators_section(
+            head, layout.speculators_method, num_draft_tokens
+        ),
     }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.settings.eagle import EagleForm, FeatureHeadConfig, PEagleConfig
+from conf.settings.eagle import EagleForm, PEagleConfig
 from conf.settings.export import ExportFormat
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.head_drafter import (
@@ -293,12 +293,13 @@ class PEagleHead(EagleHead):
             masks: groups of mask rows, the one directly after the text first.
             store: function that stores new keys and values of the text and returns all.
         """
+        layers: list[Any] = [self.layer, *self.layers.values()]
         groups = [*([] if text is None else [text]), *masks]
         sizes = [len(group.rotation) for group in groups]
         rotation = torch.cat([group.rotation for group in groups])
         inputs = torch.cat([group.inputs for group in groups])
         states = torch.cat([group.residual for group in groups])
-        for number, layer in enumerate(self._list_layers()):
+        for number, layer in enumerate(layers):
             if number:
                 inputs = layer.input_layernorm(states)
             query = layer.self_attn.compute_query(inputs, rotation).split(sizes)
@@ -316,9 +317,6 @@ class PEagleHead(EagleHead):
                 attended.append(branch_attention(query[place], branches))
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
-
-    def _list_layers(self) -> list[Any]:
-        return [self.layer, *self.layers.values()]
 
     @torch.no_grad()
     def compute_candidates(
@@ -353,19 +351,46 @@ class PEagleHead(EagleHead):
         """Load the P-EAGLE head of a folder; None for folders of other heads."""
         if not is_peagle_folder(folder, path):
             return None
-        checkpoint, config, vocab = load_peagle_checkpoint(folder, path, layers)
-        return checkpoint.load_into(cls(config, vocab))
+        checkpoint = EagleCheckpoint.from_folder(folder, path)
+        settings = checkpoint.settings
+        required_values = {k: v for k, v in REQUIRED_VALUES.items() if k not in UNCHECKED_KEYS}
+        required_values["norm_output"] = False
+        eagle_config = checkpoint.build_head_config(layers, required_values)
+        if not eagle_config.layers:
+            raise checkpoint.make_error(
+                "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
+            )
+        mask_token_id = next((settings[key] for key in MASK_KEYS if key in settings), None)
+        vocab_size = eagle_config.llama.vocab_size
+        if not isinstance(mask_token_id, int) or not 0 <= mask_token_id < vocab_size:
+            raise checkpoint.make_error(
+                f"config.json says mask_token_id={mask_token_id}: must be from 0 to "
+                f"{vocab_size - 1}"
+            )
+        mask_hidden = checkpoint.tensors.get(MASK_HIDDEN)
+        width = len(eagle_config.layers) * eagle_config.target_hidden_size
+        if mask_hidden is not None and mask_hidden.numel() == width:
+            checkpoint.tensors[MASK_HIDDEN] = mask_hidden.reshape(1, 1, -1)
+        methods = settings.get("speculators_config", {}).get("proposal_methods") or [{}]
+        trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
+        num_draft_tokens = int(settings.get("num_depths", trained))
+        config = PEagleHeadConfig(
+            **vars(eagle_config), mask_token_id=mask_token_id, num_draft_tokens=num_draft_tokens
+        )
+        return checkpoint.load_into(cls(config, checkpoint.pop_eagle_vocab()))
 
     @classmethod
     def from_settings(
-        cls,
-        target: EmbeddingsAndOutputHead,
-        settings: FeatureHeadConfig,
-        vocab: DraftVocab,
-        seed: int,
+        cls, target: EmbeddingsAndOutputHead, settings: Any, vocab: DraftVocab, seed: int
     ) -> Self:
         """Make a new head with layers of the target's sizes, attached to the target."""
-        config = build_peagle_config(settings, target)
+        eagle_config = build_eagle_config(settings, target)
+        eagle_config.llama.num_hidden_layers = settings.num_layers
+        config = PEagleHeadConfig(
+            **vars(eagle_config),
+            mask_token_id=choose_mask_token(target, settings.mask_token_id),
+            num_draft_tokens=settings.num_steps,
+        )
         return cls(config, vocab).initialise(target, settings.output_head, seed)
 
     def build_files(self) -> HeadFiles:
@@ -424,20 +449,6 @@ class PEagleHead(EagleHead):
         )
 
 
-def build_peagle_config(settings: Any, target: EmbeddingsAndOutputHead) -> PEagleHeadConfig:
-    """Build the architecture of a new head from a `PEagleConfig`.
-
-    Raises:
-        InputError: the target lacks the hidden states or the mask token.
-    """
-    eagle_config = build_eagle_config(settings, target)
-    eagle_config.llama.num_hidden_layers = settings.num_layers
-    mask_token_id = choose_mask_token(target, settings.mask_token_id)
-    return PEagleHeadConfig(
-        **vars(eagle_config), mask_token_id=mask_token_id, num_draft_tokens=settings.num_steps
-    )
-
-
 def is_peagle_folder(folder: Path, path: str) -> bool:
     """Tell whether a folder's config names P-EAGLE, or its files hold `mask_hidden`."""
     if has_architecture(folder, (), "peagle"):
@@ -449,58 +460,6 @@ def is_peagle_folder(folder: Path, path: str) -> bool:
         return False  # a later reader reports the damage
     # EAGLE also has a norm of hidden states, but not inside a layer.
     return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
-
-
-def load_peagle_checkpoint(
-    folder: Path, path: str, layers: Sequence[int] | None
-) -> tuple[EagleCheckpoint, PEagleHeadConfig, DraftVocab]:
-    """Read a head's folder into its content, architecture and draft vocabulary.
-
-    Args:
-        folder: local folder.
-        path: name of the folder in messages.
-        layers: hidden states to fuse, as indices of `output_hidden_states`, instead of those in
-            `config.json`.
-
-    Raises:
-        InputError: files are missing, corrupt, pickled or foreign; settings contradict the tensors,
-            or are not implemented.
-    """
-    checkpoint = EagleCheckpoint.from_folder(folder, path)
-    required_values = {
-        name: value for name, value in REQUIRED_VALUES.items() if name not in UNCHECKED_KEYS
-    }
-    eagle_config = checkpoint.build_head_config(layers, {**required_values, "norm_output": False})
-    if not eagle_config.layers:
-        raise checkpoint.make_error(
-            "config.json names no layers (eagle_aux_hidden_state_layer_ids); set head.layers"
-        )
-    mask_token_id = next(
-        (checkpoint.settings[key] for key in MASK_KEYS if key in checkpoint.settings), None
-    )
-    if not isinstance(mask_token_id, int) or not 0 <= mask_token_id < eagle_config.llama.vocab_size:
-        raise checkpoint.make_error(
-            f"config.json says mask_token_id={mask_token_id}: must be from 0 to "
-            f"{eagle_config.llama.vocab_size - 1}"
-        )
-    mask_hidden = checkpoint.tensors.get(MASK_HIDDEN)
-    if (
-        mask_hidden is not None
-        and mask_hidden.numel() == len(eagle_config.layers) * eagle_config.target_hidden_size
-    ):
-        checkpoint.tensors[MASK_HIDDEN] = mask_hidden.reshape(1, 1, -1)
-    config = PEagleHeadConfig(
-        **vars(eagle_config),
-        mask_token_id=mask_token_id,
-        num_draft_tokens=_parse_num_draft_tokens(checkpoint),
-    )
-    return checkpoint, config, checkpoint.pop_eagle_vocab()
-
-
-def _parse_num_draft_tokens(checkpoint: EagleCheckpoint) -> int:
-    methods = checkpoint.settings.get("speculators_config", {}).get("proposal_methods") or [{}]
-    trained = methods[0].get("speculative_tokens", NUM_DRAFT_TOKENS)
-    return int(checkpoint.settings.get("num_depths", trained))
 
 
 def _compute_row_outputs(

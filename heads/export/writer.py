@@ -265,6 +265,23 @@ def format_vllm_command(
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
 
 
+def build_speculators_section(head: DraftHead, method: str, num_tokens: int) -> dict[str, Any]:
+    """Build the section of speculators' config that names method, proposals and target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {"name_or_path": head.target_name, "architectures": head.target.architectures}
+    return {
+        "algorithm": method,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": verifier,
+    }
+
+
 @torch.no_grad()
 def compute_reference_tensors(
     head: DraftHead, target: Target, num_rows: int = 24, depth: int = 4
@@ -298,7 +315,11 @@ def compute_reference_tensors(
     reference = head.compute_reference_logits(target, states, token_ids, places)
     ids = _choose_ids(reference.logits)
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
-    tensors |= _select_features(states, bool(head.taps.layers)) | reference.beside
+    # All states for a head that fuses some, so that a wrong layer is noticed.
+    first = 0 if head.taps.layers else len(states) - 2
+    for index, each in list(enumerate(states))[first:]:
+        tensors[f"hidden_states.{index}"] = each if each.dtype is torch.bfloat16 else each.float()
+    tensors |= reference.beside
     tensors["logits"] = reference.logits[..., ids]
     if reference.output_head is not None:
         tensors["output_head"] = reference.output_head[ids]
@@ -343,16 +364,6 @@ def _collect_hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     for block in reversed(target.decoder_layers):
         states.append(inputs[block] if block in inputs else states[-1].clone())
     return [each[0].cpu() for each in reversed(states)]
-
-
-def _select_features(states: list[Tensor], fused: bool) -> dict[str, Tensor]:
-    """Select all hidden states for a head that fuses some, so that a wrong layer is noticed."""
-    first = 0 if fused else len(states) - 2
-    return {
-        f"hidden_states.{index}": each if each.dtype is torch.bfloat16 else each.float()
-        for index, each in enumerate(states)
-        if index >= first
-    }
 
 
 def _choose_ids(logits: Tensor) -> Tensor:

@@ -282,11 +282,8 @@ class MtpHead(AutoregressiveHead):
         head = cls(
             build_mtp_config(config, family, path, sparse), DraftVocab.make_full(config.vocab_size)
         )
-        expected = head.build_files().tensors
-        mismatched = sorted(
-            set(tensors) ^ set(expected)
-            | {n for n in set(tensors) & set(expected) if tensors[n].shape != expected[n].shape}
-        )
+        shapes = {name: tensor.shape for name, tensor in head.build_files().tensors.items()}
+        mismatched = sorted(dict({n: t.shape for n, t in tensors.items()}.items() ^ shapes.items()))
         if mismatched:
             names = [
                 head.config.family_entry.to_stored_name(
