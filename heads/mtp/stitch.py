@@ -16,7 +16,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,9 @@ def stitch_layer(folder: Path, head: MtpHead, final: Path) -> list[str]:
         if rest:
             save_file(rest, staging / SHARD, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(rest, SHARD)
-        index = {"metadata": _build_index_metadata(staging, weight_map), "weight_map": weight_map}
+        sizes = [_count_bytes(load_tensor_table(staging / name)) for name in {*weight_map.values()}]
+        total_size = sum(map(Counter.total, sizes))
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
         changed = _add_layer_to_config(config, family, {name: t.shape for name, t in layer.items()})
         (staging / "config.json").write_text(json.dumps(changed, indent=2))
@@ -163,10 +164,7 @@ def _name_stored_tensors(
 
 def _find_common_dtype(files: list[Path]) -> torch.dtype:
     """Find the dtype of most unquantised bytes of a model; bfloat16 without any."""
-    sizes = Counter[str]()
-    for tensor in chain.from_iterable(load_tensor_table(file).values() for file in files):
-        begin, end = tensor["data_offsets"]
-        sizes[tensor["dtype"]] += end - begin
+    sizes = sum((_count_bytes(load_tensor_table(file)) for file in files), Counter[str]())
     known = [name for name, _ in sizes.most_common() if name in DTYPES]
     return DTYPES[known[0]] if known else torch.bfloat16
 
@@ -200,13 +198,13 @@ def _link_or_copy(path: Path, copy: Path) -> None:
         shutil.copyfile(path, copy)
 
 
-def _build_index_metadata(folder: Path, weight_map: Mapping[str, str]) -> dict[str, int]:
-    total = 0
-    for file in set(weight_map.values()):
-        for tensor in load_tensor_table(folder / file).values():
-            begin, end = tensor["data_offsets"]
-            total += end - begin
-    return {"total_size": total}
+def _count_bytes(table: Mapping[str, Any]) -> Counter[str]:
+    """Count the bytes of the tensors of a file by their dtype."""
+    sizes = Counter[str]()
+    for tensor in table.values():
+        begin, end = tensor["data_offsets"]
+        sizes[tensor["dtype"]] += end - begin
+    return sizes
 
 
 def _add_layer_to_config(

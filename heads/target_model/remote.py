@@ -238,34 +238,24 @@ def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]],
     by_depth = any(hasattr(text, name) for name in SCALED_BY_DEPTH)
     if quantised or by_depth or config.adapter_name or config.trust_remote_code:
         return None
-    try:
-        state = _load_first_layers(config, index, getattr(text, "altup_active_idx", None))
-        if state is not None:
-            state([0])
-    except ALONE:
-        return None
-    return state
-
-
-def _load_first_layers(
-    config: TargetConfig, index: int, active: int | None
-) -> Callable[[list[int]], Tensor] | None:
-    """Load the first layers if they are not too large. See `load_early_layers`."""
-    bare = load_config(config)
-    _truncate_layers(bare, index)
-    if sum(each.numel() for each in _make_skeleton(bare).parameters()) > MOST_PARAMETERS:
-        return None
-    decoder = find_decoder(load_remote(config, torch.device("cpu"), index))
     states: dict[int, Tensor] = {}
-    record_hidden_state(
-        find_decoder_layers(decoder, index, str(config.path)), index, active, states
-    )
 
     @torch.no_grad()
     def compute_state(token_ids: list[int]) -> Tensor:
         decoder(input_ids=torch.tensor([token_ids]), use_cache=False)
         return states.pop(index)[0]
 
+    try:
+        bare = load_config(config)
+        _truncate_layers(bare, index)
+        if sum(each.numel() for each in _make_skeleton(bare).parameters()) > MOST_PARAMETERS:
+            return None
+        decoder = find_decoder(load_remote(config, torch.device("cpu"), index))
+        layers = find_decoder_layers(decoder, index, str(config.path))
+        record_hidden_state(layers, index, getattr(text, "altup_active_idx", None), states)
+        compute_state([0])
+    except ALONE:
+        return None
     return compute_state
 
 
@@ -280,9 +270,13 @@ def open_partial_files(config: TargetConfig, is_wanted: Callable[[str], bool]) -
         is_wanted: function that tells whether a tensor is needed, by its name.
     """
     place = resolve_target_folder(config)
-    weight_map = (
-        {} if Path(place).is_dir() or config.trust_remote_code else _load_weight_map(config, place)
-    )
+    weight_map: dict[str, str] = {}
+    if not Path(place).is_dir() and not config.trust_remote_code:
+        index = cached_file(
+            place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
+        )
+        if index is not None:  # else all weights are in one file
+            weight_map = json.loads(Path(str(index)).read_text())["weight_map"]
     files = sorted({file for name, file in weight_map.items() if is_wanted(name)})
     if len(files) == len({*weight_map.values()}):
         yield place
@@ -299,14 +293,6 @@ def open_partial_files(config: TargetConfig, is_wanted: Callable[[str], bool]) -
         partial_map = {name: file for name, file in weight_map.items() if file in files}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": partial_map}))
         yield temporary
-
-
-def _load_weight_map(config: TargetConfig, place: str) -> dict[str, str]:
-    """Load the files of a Hub repository by their tensors' names; empty for a single file."""
-    file = cached_file(
-        place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
-    )
-    return {} if file is None else json.loads(Path(str(file)).read_text())["weight_map"]
 
 
 @contextmanager
