@@ -258,8 +258,9 @@ def iter_rope_variants(head: Any) -> ConfigVariants:
     """Yield variants with the target's RoPE, without scaling, and with usual values of theta."""
     stated: dict[str, Any] = head.config.llama.rope_parameters
     target_rope = find_rope(head.target.config)
+    kind, theta = target_rope["rope_type"], target_rope["rope_theta"]
     candidates = {
-        f"the target's RoPE ({_format_rope(target_rope)})": target_rope,
+        f"the target's RoPE ({kind}, theta {theta:g})": target_rope,
         "RoPE without scaling": {"rope_type": "default", "rope_theta": stated["rope_theta"]},
         **{f"RoPE with theta {theta:g}": {**stated, "rope_theta": theta} for theta in USUAL_THETAS},
     }
@@ -299,10 +300,6 @@ def iter_mask_token_variants(head: Any) -> ConfigVariants:
     for token in dict.fromkeys((free, *special_ids, 0, size - 1)):
         if token not in (None, head.config.mask_token_id):
             yield f"mask token {token}", make_config_variant(head, mask_token_id=token)
-
-
-def _format_rope(rope: dict[str, Any]) -> str:
-    return f"{rope['rope_type']}, theta {rope['rope_theta']:g}"
 
 
 def _format_layers(layers: Sequence[int]) -> str:

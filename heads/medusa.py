@@ -261,9 +261,19 @@ class MedusaHead(DraftHead):
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
         """Plan the files and the command for an engine. See `DraftHead.plan_export`."""
-        problem = find_export_problem(self, engine)
-        if problem is not None:
-            return ExportPlan(problem)
+        layout, blocks = LAYOUTS.get(engine), self.config.num_layers
+        if layout is None:
+            return ExportPlan("loads no Medusa heads")
+        if not self.vocab.is_full:
+            # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary
+            # and then refuses fewer rows.
+            return ExportPlan(
+                "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
+            )
+        if layout.max_layers is not None and blocks > layout.max_layers:
+            return ExportPlan(
+                f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
+            )
         command = format_serve_command(self, engine, folder)
         original = engine is ExportFormat.original
         hint = AUTHORS_HINT if original else ""
@@ -444,25 +454,6 @@ LAYOUTS = {
 
 LAST_VERSIONS = {ExportFormat.vllm: "0.32", ExportFormat.trtllm: "1.1"}
 """Last versions of engines that have Medusa."""
-
-
-def find_export_problem(head: MedusaHead, engine: ExportFormat) -> str | None:
-    """Find the reason why an engine cannot serve heads.
-
-    Returns:
-        The end of a sentence whose subject is the engine; None if the engine can serve the heads.
-    """
-    layout = LAYOUTS.get(engine)
-    if layout is None:
-        return "loads no Medusa heads"
-    if not head.vocab.is_full:
-        # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary and
-        # then refuses fewer rows.
-        return "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
-    blocks = head.config.num_layers
-    if layout.max_layers is not None and blocks > layout.max_layers:
-        return f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
-    return None
 
 
 def build_engine_files(head: MedusaHead, engine: ExportFormat) -> HeadFiles:

@@ -251,33 +251,22 @@ def build_head_metadata(
         title: name of this kind of head.
         target: Hub id or folder of the head's target.
     """
-    metadata = {
-        "general.architecture": Value.from_content(arch),
-        "general.type": Value.from_content("model"),
-        "general.name": Value.from_content(f"{title} for {Path(target).name}"),
-        "general.file_type": Value.from_content(FILE_TYPES[dtype][0]),
+    contents = {
+        "general.architecture": arch,
+        "general.type": "model",
+        "general.name": f"{title} for {Path(target).name}",
+        "general.file_type": FILE_TYPES[dtype][0],
     }
     if HUB_ID.fullmatch(target) and not Path(target).exists():
-        metadata["general.base_model.count"] = Value.from_content(1)
-        metadata[BASE] = Value.from_content(target)
-    return metadata | build_size_metadata(config, arch)
-
-
-def build_size_metadata(config: LlamaConfig, arch: str) -> dict[str, Value]:
-    """Build the metadata of a Llama's sizes and RoPE.
-
-    Args:
-        config: config of a target, or of a head's layers.
-        arch: architecture, with which the keys begin.
-    """
-    metadata = {key: Value.from_content(getattr(config, name)) for name, key in SIZES.items()}
-    metadata |= {
-        "attention.value_length": Value.from_content(config.head_dim),
-        "rope.dimension_count": Value.from_content(config.head_dim),
-        "attention.layer_norm_rms_epsilon": Value(Kind.FLOAT32, config.rms_norm_eps),
+        contents |= {"general.base_model.count": 1, BASE: target}
+    contents |= {f"{arch}.{key}": getattr(config, name) for name, key in SIZES.items()}
+    contents |= {
+        f"{arch}.attention.value_length": config.head_dim,
+        f"{arch}.rope.dimension_count": config.head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
-    keyed = {f"{arch}.{key}": value for key, value in metadata.items()}
-    return keyed | rope_metadata(config.rope_parameters, arch)
+    metadata = {key: Value.from_content(content) for key, content in contents.items()}
+    return metadata | rope_metadata(config.rope_parameters, arch)
 
 
 def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
