@@ -78,13 +78,16 @@ class MtpFamily:
         return [name.format(n=num_layers) for name in self.copies]
 
 
+def _name_weights(
+    prefix: str, enorm: str, hnorm: str, fc: str, norm: str | None = None
+) -> dict[str, str]:
+    """Name the weights of modules after a prefix, for `MtpFamily.names`."""
+    modules = {"enorm": enorm, "hnorm": hnorm, "fc": fc, "norm": norm}
+    return {name: f"{prefix}{module}.weight" for name, module in modules.items() if module}
+
+
 _DEEPSEEK = MtpFamily(
-    names={
-        "enorm": "model.layers.{n}.enorm.weight",
-        "hnorm": "model.layers.{n}.hnorm.weight",
-        "fc": "model.layers.{n}.eh_proj.weight",
-        "norm": "model.layers.{n}.shared_head.norm.weight",
-    },
+    names=_name_weights("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     block="model.layers.{n}.",
     copies=("model.layers.{n}.embed_tokens.weight", "model.layers.{n}.shared_head.head.weight"),
     zeroes_first=True,
@@ -93,12 +96,7 @@ _INDEXED = replace(_DEEPSEEK, has_indexer=True, model_type="deepseek_v3")
 # vLLM continues from the sum before the norm, SGLang from after it.
 _GLM = replace(_DEEPSEEK, feeds_back_normed=False)
 _QWEN = MtpFamily(
-    names={
-        "enorm": "mtp.pre_fc_norm_embedding.weight",
-        "hnorm": "mtp.pre_fc_norm_hidden.weight",
-        "fc": "mtp.fc.weight",
-        "norm": "mtp.norm.weight",
-    },
+    names=_name_weights("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
     block="mtp.layers.0.",
 )
 _QWEN3_5 = replace(_QWEN, counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"))
@@ -131,12 +129,10 @@ FAMILIES: dict[str, MtpFamily] = {
     "ExaoneMoeForCausalLM": _EXAONE,
     "Exaone4_5_ForConditionalGeneration": _EXAONE,
     "MiMoForCausalLM": MtpFamily(
-        names={
-            "enorm": "model.mtp_layers.0.token_layernorm.weight",
-            "hnorm": "model.mtp_layers.0.hidden_layernorm.weight",
-            "fc": "model.mtp_layers.0.input_proj.weight",
-            "norm": "model.mtp_layers.0.final_layernorm.weight",
-        },
+        names=_name_weights(
+            *("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj"),
+            "final_layernorm",
+        ),
         block="model.mtp_layers.0.",
         state_first=True,
         zeroes_first=True,
@@ -144,12 +140,7 @@ FAMILIES: dict[str, MtpFamily] = {
         model_type="qwen2",
     ),
     "MiMoV2FlashForCausalLM": MtpFamily(
-        names={
-            "enorm": "model.mtp.layers.0.enorm.weight",
-            "hnorm": "model.mtp.layers.0.hnorm.weight",
-            "fc": "model.mtp.layers.0.eh_proj.weight",
-            "norm": "model.mtp.layers.0.final_layernorm.weight",
-        },
+        names=_name_weights("model.mtp.layers.0.", "enorm", "hnorm", "eh_proj", "final_layernorm"),
         block="model.mtp.layers.0.",
         is_dense=True,
         is_sliding=True,
@@ -159,21 +150,12 @@ FAMILIES: dict[str, MtpFamily] = {
         },
     ),
     "NemotronHForCausalLM": MtpFamily(
-        names={
-            "enorm": "mtp.layers.0.enorm.weight",
-            "hnorm": "mtp.layers.0.hnorm.weight",
-            "fc": "mtp.layers.0.eh_proj.weight",
-            "norm": "mtp.layers.1.final_layernorm.weight",
-        },
+        names=_name_weights("mtp.layers.", "0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
         block="mtp.layers.",
     ),
     # vLLM 0.32 rotates halves of a head here; the model, and SGLang, rotate pairs.
     "Ernie4_5_MoeForCausalLM": MtpFamily(
-        names={
-            "enorm": "model.mtp_emb_norm.0.weight",
-            "hnorm": "model.mtp_hidden_norm.0.weight",
-            "fc": "model.mtp_linear_proj.0.weight",
-        },
+        names=_name_weights("model.", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
         block="model.mtp_block.0.",
         zeroes_first=True,
         feeds_back_normed=False,
