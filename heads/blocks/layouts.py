@@ -13,7 +13,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,13 +21,10 @@ from heads.draft_head import WEIGHTS, HeadFiles
 from heads.export import gguf
 from heads.export.gguf import (
     LAYER,
-    ROPE_FREQS,
-    ArchMetadata,
     GgufFile,
     Value,
     build_head_metadata,
     make_file_tensors,
-    parse_metadata,
     rope_problem,
     weights_name,
 )
@@ -249,19 +245,11 @@ def _map_tensor_names(num_layers: int) -> dict[str, str]:
 def load_gguf_tensors(
     file: GgufFile, path: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load the config and the tensors of a GGUF file, under the authors' names.
+    """Load the config and the tensors of a file of `ARCH`, under the authors' names.
 
-    Args:
-        file: file of architecture `ARCH`.
-        path: name of the file in messages.
-        added: names of tensors that are not the head's own.
-
-    Raises:
-        InputError: metadata are missing.
+    Arguments and errors as in `gguf.load_head`.
     """
-    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
-    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), path)
-    facts = ArchMetadata(file.metadata, ARCH, path)
+    config, facts, tensors = gguf.load_head(file, path, added)
     values = {key: facts.get_content(name) for key, name in GGUF_KEYS.items()}
     kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
     if MARKOV in tensors:
@@ -272,7 +260,6 @@ def load_gguf_tensors(
             tensors[CONFIDENCE] = read[:, :hidden].contiguous()
     if "d2t" in tensors:
         values["draft_vocab_size"] = len(tensors["d2t"])
-        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
     number, window = config["num_hidden_layers"], facts.get_content(WINDOW)
     pattern = facts.get_content(PATTERN, [True] * number) if window else [False] * number
     mask = file.metadata.get(MASK)

@@ -30,15 +30,12 @@ from heads.eagle.network import EagleHeadConfig, EagleNetwork
 from heads.export import gguf
 from heads.export.gguf import (
     LAYER,
-    ROPE_FREQS,
-    ArchMetadata,
     GgufFile,
     Value,
     build_head_metadata,
     deinterleave_rows,
     interleave_rows,
     make_file_tensors,
-    parse_metadata,
     rope_problem,
     weights_name,
 )
@@ -497,24 +494,14 @@ def build_gguf_files(head: EagleNetwork) -> HeadFiles:
 def load_gguf_tensors(
     file: GgufFile, path: str, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load the config and the tensors of a GGUF file, under the names of EAGLE's authors.
+    """Load the config and the tensors of a file of `ARCH`, under the names of EAGLE's authors.
 
-    Args:
-        file: file of architecture `ARCH`.
-        path: name of the file in messages.
-        added: names of tensors that are not the head's own.
-
-    Raises:
-        InputError: metadata are missing.
+    Arguments and errors as in `gguf.load_head`.
     """
-    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
-    config = parse_metadata(file.metadata, tensors.pop(ROPE_FREQS, None), path)
-    facts = ArchMetadata(file.metadata, ARCH, path)
+    config, facts, tensors = gguf.load_head(file, path, added)
     for name, heads in INTERLEAVED.items():
         if name in tensors:
             tensors[name] = deinterleave_rows(tensors[name], config[heads])
-    if "d2t" in tensors:
-        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
     own_names = {gguf_name: name for name, gguf_name in GGUF_NAMES.items()}
     layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
     return config | {

@@ -12,7 +12,7 @@ Source: ggml `docs/gguf.md`; llama.cpp b11434 `src/llama-{arch,model,vocab}.cpp`
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -441,21 +441,27 @@ def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
     return (1 / ((1 - share) / rope["factor"] + share)).float()
 
 
-def parse_metadata(
-    metadata: Mapping[str, Value], divisors: Tensor | None, what: str
-) -> dict[str, Any]:
-    """Parse the sizes and RoPE of a head, under transformers' names.
+def load_head(
+    file: GgufFile, what: str, added: Collection[str]
+) -> tuple[dict[str, Any], "ArchMetadata", dict[str, Tensor]]:
+    """Load what the files of all heads share.
 
     Args:
-        metadata: metadata of a GGUF file.
-        divisors: the file's `rope_freqs.weight`, if any.
+        file: file of a head.
         what: name of the file in messages.
+        added: names of tensors that are not the head's own.
+
+    Returns:
+        Sizes and RoPE under transformers' names; the architecture's metadata; and
+        the tensors by llama.cpp's names, but `d2t` as offsets.
 
     Raises:
         InputError: a key is missing, or a config cannot hold the RoPE.
     """
-    arch = metadata["general.architecture"].content
-    values = ArchMetadata(metadata, arch, what)
+    metadata = file.metadata
+    values = ArchMetadata(metadata, metadata["general.architecture"].content, what)
+    tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
+    divisors = tensors.pop(ROPE_FREQS, None)
     sizes = {
         name: values.require_content(key) for name, key in SIZES.items() if key != "vocab_size"
     }
@@ -472,7 +478,10 @@ def parse_metadata(
         rope |= _recover_llama3_rope(divisors, rope["rope_theta"], what)
     base = metadata.get(BASE)
     target = {"base_model_name_or_path": base.content} if base else {}
-    return sizes | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
+    if "d2t" in tensors:
+        tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
+    config = sizes | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
+    return config, values, tensors
 
 
 def _recover_llama3_rope(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
