@@ -24,7 +24,7 @@ from heads.eagle.peagle import PEagleHead
 from heads.mtp.mtp import MtpHead, build_mtp_config
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from train.dflash import DFlashObjective
+from train.block_objective import BlockObjective
 from train.dflash2 import DFlash2Objective
 from train.dspark import DSparkObjective
 from train.eagle import EagleObjective
@@ -56,7 +56,7 @@ MTPS = {"mtp": "MiMoForCausalLM", "mtp, fed back before the norm": "Glm4MoeForCa
 CLASSES: dict[type, tuple[Any, Any]] = {
     EagleConfig: (EagleHead, EagleObjective),
     PEagleConfig: (PEagleHead, PEagleObjective),
-    DFlashConfig: (DFlashHead, DFlashObjective),
+    DFlashConfig: (DFlashHead, BlockObjective),
     DFlash2Config: (DFlash2Head, DFlash2Objective),
     DSparkConfig: (DSparkHead, DSparkObjective),
     MtpConfig: (MtpHead, MtpObjective),

@@ -32,6 +32,7 @@ TESTS = {
     "train/test_eagle train/test_blocks",
     "train/medusa.py": "train/loss/test_medusa train/loss/test_fused_linear train/test_medusa "
     "train/test_medusa2 train/loop/test_memory heads/test_medusa",
+    "train/step_objective.py": "train/loss/test_fused_linear train/test_eagle train/test_blocks",
     "train/eagle.py": "train/loss/test_fused_linear train/test_eagle train/test_eagle_head "
     "train/loop/test_memory heads/eagle/test_eagle",
     "data/prepared/packing.py": "data/prepared/test_packing data/prepared/test_dataset_cache",

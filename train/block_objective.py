@@ -3,22 +3,12 @@
 Blocks draft after anchors. Anchors are drawn per sequence and step on the CPU, so any number of
 processes and any restart draws the same.
 
-The draft at depth d (from 1) of a block after token t is x_{t+1+d}. Like Medusa's head d, it is
-compared with the target's prediction at t + d. The loss is a cross-entropy against the text and a
-divergence from the target over the slots of the drawn blocks, summed over supervised tokens as in
-`train.loss.fused_linear`.
-
-Letters: A blocks (anchors), D draft tokens of a block, M supervised rows of all slots, P rows of
-the teacher, H hidden, W draft vocabulary, L metrics.
+Letters: A blocks (anchors), D draft tokens of a block, M supervised rows of all slots, H hidden.
 """
-
-from collections.abc import Callable
-from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from conf.command.clock import label_part
 from conf.settings.blocks import BlockConfig, SlotWeights
 from heads.blocks.block_head import BlockHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -35,45 +25,24 @@ from train.batch.batch import (
     gather_labels,
 )
 from train.loop import memory
-from train.loss.divergences import (
-    Distribution,
-    LossGrad,
-    Softmax,
-    compute_divergence,
-    is_top1_match,
-)
-from train.loss.fused_linear import (
-    LossSums,
-    RowLosses,
-    Student,
-    Teacher,
-    compute_fused_loss,
-    scale_off_path_rows,
-    sum_steps,
-)
-from train.loss.teachers import TextTeacher, build_target_teacher
-from train.objective import DIVISORS, DRAFT_METRICS, LaunchSpec, MemoryEstimate, Objective
-from train.parallel.checkpoint import collect_resume_settings, collect_vocab_checksum
+from train.loss.divergences import Softmax
+from train.loss.fused_linear import LowRank, RowLosses, Student, compute_fused_loss
+from train.loss.teachers import TextTeacher
+from train.objective import DIVISORS, LaunchSpec, MemoryEstimate
+from train.step_objective import StepObjective
 
 CONTEXT_STARTS, CONTEXT_ENDS = "first_tokens", "block_places"
 """Keys of a batch: first token that each block sees, and the token after the last one."""
 
 
-class BlockObjective(Objective):
+class BlockObjective(StepObjective):
     """Loss of the drawn blocks; slots draft independently unless a subclass says otherwise."""
-
-    metric_names = DRAFT_METRICS
 
     def __init__(
         self, head: BlockHead, target: EmbeddingsAndOutputHead, config: BlockConfig
     ) -> None:
-        super().__init__()
-        self.head, self.target, self.config = head, target, config
-        self.learns_prompts = config.learn_prompts
-        self.term_weights = compute_slot_weights(config, head.config.num_draft_tokens)
-        self.criterion = BlockCriterion(config, head.vocab)
-        self.resume_settings = collect_resume_settings("head", config)
-        self.resume_settings |= collect_vocab_checksum(head.vocab)
+        weights = compute_slot_weights(config, head.config.num_draft_tokens)
+        super().__init__(head, target, config, weights)
         shape = head.config
         self.description = (
             f"{head.method}, {shape.llama.num_hidden_layers} layers over hidden states "
@@ -104,7 +73,9 @@ class BlockObjective(Objective):
             blocks, e
         )
         one = head.make_projection().weight.shape[0], hidden
-        loss = memory.estimate_loss_bytes(setting, drafts, one, memory.PIECES_OF_TEACHER)
+        # The gradient of a text loss overwrites q.
+        pieces = memory.PIECES_OF_TEACHER - (settings.text_weight > 0)
+        loss = memory.estimate_loss_bytes(setting, drafts, one, pieces)
         loss += memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
         loss = max(loss, memory.estimate_teacher_peak_bytes(setting, tokens, self.target, one[0]))
         backward = 2 * memory.FLOAT32_BYTES * rows * hidden + 3 * rows * inner * e
@@ -142,55 +113,22 @@ class BlockObjective(Objective):
         counts = tuple(map(float, step_targets.step_sizes))
         return {**batch, STEP_TARGETS: step_targets, DIVISORS: counts, **context_bounds}
 
-    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
-        """Compute the loss of a prepared batch; `scale` [D] is the weight of each slot."""
-        with label_part("head"):
-            outputs = self._compute_block_outputs(batch)
-        with label_part("loss"):
-            slots = self.build_student(outputs, batch, scale[batch[STEP_TARGETS].row_steps])
-            weight = self.config.off_path_weight if self.training else 1.0
-            compute_extra = partial(self.compute_extra_loss, outputs, batch)
-            temperature = self.distillation_temperature(self.config.teacher_temperature)
-            teacher = build_target_teacher(self.target, self.head.vocab, batch, temperature)
-            return compute_block_loss(self.criterion, slots, batch, teacher, weight, compute_extra)
-
-    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Build students [M] of the supervised rows, through the output head alone.
-
-        Args:
-            outputs: [A, D, H] outputs of the blocks.
-            batch: indexed batch.
-            scales: [M] float32 weights of the supervised rows.
-        """
-        step_targets: StepTargets = batch[STEP_TARGETS]
-        rows = self.select_supervised_rows(outputs, step_targets)
-        return Student(
-            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales
-        )
-
-    def compute_extra_loss(
-        self, outputs: Tensor, batch: Batch, row_values: Tensor
-    ) -> Tensor | None:
-        """Compute a further loss [M] of the supervised rows; None without one.
-
-        Args:
-            outputs: [A, D, H] outputs of the blocks.
-            batch: indexed batch.
-            row_values: [1 + L, M] losses and metrics of the supervised rows.
-        """
-        del outputs, batch, row_values
-        return None
+    def build_student(
+        self, rows: Tensor, added: LowRank | None, batch: Batch, scales: Tensor
+    ) -> Student:
+        """Build the student of the supervised rows, weighed by D-PACE if asked for."""
+        student = super().build_student(rows, added, batch, scales)
+        if self.config.slot_weights is SlotWeights.dpace and torch.is_grad_enabled():
+            return scale_by_dpace(student, batch, self.head.vocab, self.config.slot_smoothing)
+        return student
 
     @staticmethod
-    def select_supervised_rows(slots: Tensor, step_targets: StepTargets) -> Tensor:
+    def select_supervised_rows(outputs: Tensor, step_targets: StepTargets) -> Tensor:
         """Select the supervised rows [M, ...] of slots [A, D, ...]."""
-        return (
-            slots.transpose(0, 1)
-            .flatten(0, 1)
-            .index_select(0, step_targets.matched_rows.output_indices)
-        )
+        indices = step_targets.matched_rows.output_indices
+        return outputs.transpose(0, 1).flatten(0, 1).index_select(0, indices)
 
-    def _compute_block_outputs(self, batch: Batch) -> Tensor:
+    def compute_outputs(self, batch: Batch) -> Tensor:
         """Compute the outputs [A, D, H] of the drawn blocks, of all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         positions = batch["position_ids"].flatten()
@@ -225,83 +163,6 @@ def draw_anchors(
     return torch.cat(anchors)
 
 
-def compute_block_loss(
-    criterion: "BlockCriterion",
-    slots: Student,
-    batch: Batch,
-    teacher: Teacher,
-    off_path_weight: float,
-    compute_extra: Callable[[Tensor], Tensor | None],
-) -> LossSums:
-    """Sum the losses of all slots of a batch.
-
-    Args:
-        criterion: weights and formulas.
-        slots: the supervised rows sorted by teacher row, scaled by slot.
-        batch: an indexed batch.
-        teacher: the target's distributions, P rows.
-        off_path_weight: factor on a draft token's loss for each token before it that is not the
-            teacher's first choice.
-        compute_extra: function from the values [1 + L, M] of all rows to a further loss [M] or
-            None.
-
-    Returns:
-        Sums with `DRAFT_METRICS`.
-    """
-    if criterion.config.slot_weights is SlotWeights.dpace and torch.is_grad_enabled():
-        slots = scale_by_dpace(slots, batch, criterion)
-    slots, teacher = scale_off_path_rows(slots, teacher, batch, off_path_weight)
-    text = TextTeacher(gather_labels(batch), teacher)
-    total, (values,) = compute_fused_loss([slots], text, criterion, criterion.compiled)
-    extra = compute_extra(values)
-    if extra is not None:
-        total = total + (extra * slots.scales[:]).sum()
-        values[0] += extra.detach()
-    return LossSums(total, sum_steps(values, slots, batch[STEP_TARGETS]))
-
-
-class BlockCriterion:
-    """Weighted losses of a row, compiled on first use if asked for."""
-
-    num_metrics = len(DRAFT_METRICS)
-
-    def __init__(self, config: BlockConfig, vocab: DraftVocab, compiled: bool = False) -> None:
-        self.config, self.vocab, self.compiled = config, vocab, compiled
-
-    def __call__(
-        self,
-        chunk: tuple[Tensor, Distribution],
-        chunk_rows: Tensor,
-        student: Softmax,
-        needs_grad: bool,
-    ) -> RowLosses:
-        """Compare rows with a `TextTeacher`'s chunk, see `train.loss.fused_linear.Criterion`."""
-        labels, soft = chunk[0][chunk_rows], chunk[1]
-        top1 = is_top1_match(self.vocab, student, soft.top1_ids[chunk_rows])
-        pair, config = soft.pair_with(chunk_rows, student), self.config
-        alpha = torch.minimum(pair.p, pair.q).sum(-1)
-        terms: list[LossGrad] = []
-        if config.divergence_weight:
-            divergence = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
-            terms.append(divergence.scale(config.divergence_weight))
-        if config.text_weight:
-            text_loss = self._cross_entropy(labels, student, needs_grad)
-            terms.append(text_loss.scale(config.text_weight))
-        loss, grad = reduce(LossGrad.add, terms)
-        return RowLosses(torch.stack([loss, top1.to(alpha), alpha]), grad)
-
-    def _cross_entropy(self, labels: Tensor, student: Softmax, needs_grad: bool) -> LossGrad:
-        """Compute the cross-entropy against the text; 0 for labels outside the draft vocabulary."""
-        columns = labels if self.vocab.is_full else self.vocab.to_draft_ids(labels)
-        inside = columns >= 0
-        column = columns.clamp_min(0).unsqueeze(1)
-        loss = -student.log_q_at(column).squeeze(1)
-        grad = None
-        if needs_grad:
-            grad = student.q.scatter_add(1, column, student.q.new_full(column.shape, -1.0))
-        return LossGrad(loss, grad).mask_rows(inside)
-
-
 def compute_slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
     """Compute the [D] float32 weights exp(-(d - 1) / gamma) for d = 1..D, or ones for D-PACE.
 
@@ -313,13 +174,11 @@ def compute_slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
 
 
 @torch.no_grad()
-def scale_by_dpace(slots: Student, batch: Batch, criterion: "BlockCriterion") -> Student:
+def scale_by_dpace(slots: Student, batch: Batch, vocab: DraftVocab, smoothing: float) -> Student:
     """Multiply the scales of slots by D-PACE's weights."""
-    surprise = _Surprise(criterion.vocab)
-    _, (values,) = compute_fused_loss([slots], TextTeacher(gather_labels(batch)), surprise)
-    weights = compute_dpace_weights(
-        -values[0], batch[STEP_TARGETS], criterion.config.slot_smoothing
-    )
+    text = TextTeacher(gather_labels(batch))
+    _, (values,) = compute_fused_loss([slots], text, _Surprise(vocab))
+    weights = compute_dpace_weights(-values[0], batch[STEP_TARGETS], smoothing)
     return slots._replace(scales=slots.scales[:] * weights)
 
 

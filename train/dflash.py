@@ -17,12 +17,7 @@ from heads.blocks.dflash import DFlashHead
 from train.block_objective import BlockObjective
 from train.loop import command
 
-
-class DFlashObjective(BlockObjective):
-    """Loss of blocks whose slots draft independently."""
-
-
-main = command.TrainingCommand(DFlashHead, DFlashObjective, COMMAND)
+main = command.TrainingCommand(DFlashHead, BlockObjective, COMMAND)
 
 if __name__ == "__main__":
     COMMAND.run(main)

@@ -48,12 +48,12 @@ class DFlash2Objective(BlockObjective):
         return blocks * itemsize * (mixed_numbers + candidate_numbers)
 
     def compute_extra_loss(
-        self, outputs: Tensor, batch: Batch, row_values: Tensor
+        self, outputs: Tensor, rows: Tensor, batch: Batch, row_values: Tensor
     ) -> Tensor | None:
         """Compute the selector's cross-entropy [M] of each supervised row among its candidates."""
-        del row_values
+        del outputs, row_values
         step_targets: StepTargets = batch[STEP_TARGETS]
-        rows, labels = self.select_supervised_rows(outputs, step_targets), gather_labels(batch)
+        labels = gather_labels(batch)
         previous_tokens = batch["input_ids"].flatten()[self._find_previous_tokens(step_targets)]
         values, candidates = self._select_candidates(rows.detach())
         is_label = candidates == labels[step_targets.matched_rows.teacher_rows.device].unsqueeze(1)

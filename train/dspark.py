@@ -19,10 +19,10 @@ from torch import Tensor
 
 from conf.settings.blocks import DSparkConfig, Markov
 from heads.blocks.dspark import DSparkHead
-from train.batch.batch import STEP_TARGETS, Batch, StepTargets
+from train.batch.batch import STEP_TARGETS, Batch
 from train.block_objective import BlockObjective
 from train.loop import command, memory
-from train.loss.fused_linear import LowRank, Student
+from train.loss.fused_linear import LowRank
 
 
 class DSparkObjective(BlockObjective):
@@ -31,19 +31,11 @@ class DSparkObjective(BlockObjective):
     head: DSparkHead
     config: DSparkConfig
 
-    def build_student(self, outputs: Tensor, batch: Batch, scales: Tensor) -> Student:
-        """Build students of the supervised slots, with the Markov head's logits added."""
-        step_targets: StepTargets = batch[STEP_TARGETS]
-        markov_states = self.head.compute_markov_states(
-            outputs, self._gather_previous_tokens(batch)
-        )
-        rows, markov_rows = (
-            self.select_supervised_rows(each, step_targets) for each in (outputs, markov_states)
-        )
-        added = LowRank(markov_rows, self.head.markov_head.markov_w2.weight)
-        return Student(
-            rows, self.head.make_projection(), step_targets.matched_rows.teacher_rows, scales, added
-        )
+    def compute_added_logits(self, outputs: Tensor, batch: Batch) -> LowRank | None:
+        """Compute the Markov head's logits of the supervised slots."""
+        states = self.head.compute_markov_states(outputs, self._gather_previous_tokens(batch))
+        rows = self.select_supervised_rows(states, batch[STEP_TARGETS])
+        return LowRank(rows, self.head.markov_head.markov_w2.weight)
 
     def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
         """Estimate the bytes of the Markov states, of their inputs and of the confidence's inputs.
@@ -67,11 +59,12 @@ class DSparkObjective(BlockObjective):
         return ids[(anchors.unsqueeze(1) + 1 + slots).clamp_max(len(ids) - 1)]
 
     def compute_extra_loss(
-        self, outputs: Tensor, batch: Batch, row_values: Tensor
+        self, outputs: Tensor, rows: Tensor, batch: Batch, row_values: Tensor
     ) -> Tensor | None:
         """Compute the [M] cross-entropy of each supervised row's confidence against alpha."""
+        del rows
         if self.head.confidence_head is None or not self.config.confidence_weight:
-            return super().compute_extra_loss(outputs, batch, row_values)
+            return None
         confidence = self.select_supervised_rows(
             self.head.compute_confidence(outputs, self._gather_previous_tokens(batch)),
             batch[STEP_TARGETS],

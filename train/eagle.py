@@ -18,22 +18,20 @@ COMMAND = Command(
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-from collections.abc import Iterator
-from functools import reduce
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from conf.command.clock import label_part
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, StepNormalizer, TokenNormalizer, UnrolledConfig
 from data.features.store_format import HIDDEN_STATES
 from heads.eagle.eagle import EagleHead
 from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.vocab import DraftVocab
 from train.batch.batch import (
     DOCUMENTS,
     NOISE_SEEDS,
@@ -42,53 +40,22 @@ from train.batch.batch import (
     Batch,
     StepTargets,
     collect_states,
-    gather_labels,
 )
 from train.loop import command, memory
-from train.loss.divergences import (
-    LossGrad,
-    Softmax,
-    compute_divergence,
-    is_top1_match,
-    text_cross_entropy,
-    top_k_cross_entropy,
-)
-from train.loss.fused_linear import (
-    LossSums,
-    RowLosses,
-    Student,
-    Teacher,
-    compute_fused_loss,
-    sum_steps,
-)
-from train.loss.teachers import TextTeacher, build_target_teacher
-from train.objective import DIVISORS, DRAFT_METRICS, LaunchSpec, MemoryEstimate, Objective
-from train.parallel.checkpoint import collect_resume_settings, collect_vocab_checksum
+from train.loss.fused_linear import LowRank, Student
+from train.objective import DIVISORS, LaunchSpec, MemoryEstimate
+from train.step_objective import StepObjective
 
 
-class EagleObjective(Objective):
+class EagleObjective(StepObjective):
     """Loss of EAGLE's training-time test: divergence from the target, features, top tokens.
 
-    Step d (from 1) of the training-time test predicts x_{t+1+d} from token t. Like Medusa's head d,
-    it is compared with the target's prediction at t + d. Sums are over supervised tokens, as in
-    `train.loss.fused_linear`.
-
-    Letters: B sequences, T tokens, N anchors, M supervised rows of all steps, P rows of the
-    teacher, H hidden, V vocabulary, W draft vocabulary, J steps, L metrics.
+    Letters as in `train.step_objective`.
     """
 
-    metric_names = DRAFT_METRICS
-
     def __init__(self, head: Any, target: EmbeddingsAndOutputHead, config: Any) -> None:
-        super().__init__()
-        self.head = head
-        self.target = target
-        self.config, self.learns_prompts = config, config.learn_prompts
-        self.term_weights = compute_step_weights(config)
-        self.criterion = EagleCriterion(config, head.vocab)
+        super().__init__(head, target, config, compute_step_weights(config))
         self.loss_logits_per_token = len(self.term_weights) * len(head.vocab.ids)
-        self.resume_settings = collect_resume_settings("head", config)
-        self.resume_settings |= collect_vocab_checksum(head.vocab)
         if config.path is not None:
             self._prepare_saved_head()
         self.description = self._describe_head()
@@ -154,34 +121,33 @@ class EagleObjective(Objective):
             DIVISORS: counts,
         }
 
-    def forward(self, batch: Batch, scale: Tensor) -> LossSums:
-        """Compute the loss of a prepared batch; `scale` [J] is the weight of each step."""
-        with label_part("head"):
-            steps = self._iter_step_outputs(batch)
-            outputs = [next(steps) for _ in range(self.config.num_steps)]
-        with label_part("loss"):
-            supervised = torch.cat(outputs).index_select(
-                0, batch[STEP_TARGETS].matched_rows.output_indices
-            )
-            student, teacher = self._pair_with_teacher(supervised, batch, scale)
-            if self.config.text_weight:
-                teacher = TextTeacher(gather_labels(batch), teacher)
-            return compute_eagle_loss(self.criterion, student, supervised, batch, teacher)
+    def compute_outputs(self, batch: Batch) -> list[Tensor]:
+        """Compute the outputs [N, H] of each step at the anchors, all sequences flattened."""
+        return list(islice(self._iter_step_outputs(batch), self.config.num_steps))
 
-    def _pair_with_teacher(
-        self, supervised: Tensor, batch: Batch, scale: Tensor
-    ) -> tuple[Student, Teacher]:
-        """Pair the supervised rows [M, H] as students with the target as teacher."""
-        step_targets: StepTargets = batch[STEP_TARGETS]
-        scales = scale[step_targets.row_steps]
-        student = Student(
-            self.head.apply_final_norm(supervised),
-            self.head.make_projection(),
-            step_targets.matched_rows.teacher_rows,
-            scales,
-        )
-        temperature = self.distillation_temperature(self.config.teacher_temperature)
-        return student, build_target_teacher(self.target, self.head.vocab, batch, temperature)
+    @staticmethod
+    def select_supervised_rows(outputs: Sequence[Tensor], step_targets: StepTargets) -> Tensor:
+        """Select the supervised rows [M, H] of the outputs [N, H] of all steps."""
+        return torch.cat([*outputs]).index_select(0, step_targets.matched_rows.output_indices)
+
+    def build_student(
+        self, rows: Tensor, added: LowRank | None, batch: Batch, scales: Tensor
+    ) -> Student:
+        """Build the student of the supervised rows behind the last norm."""
+        return super().build_student(self.head.apply_final_norm(rows), added, batch, scales)
+
+    def compute_extra_loss(
+        self, outputs: Any, rows: Tensor, batch: Batch, row_values: Tensor
+    ) -> Tensor | None:
+        """Compute the regression loss [M] of rows [M, H] before the last norm."""
+        del outputs, row_values
+        weight = self.config.regression_weight
+        if not weight:
+            return None
+        teacher_rows = batch[STEP_TARGETS].matched_rows.teacher_rows.device
+        indices = batch[SUPERVISION].token_indices[teacher_rows]
+        states = batch[HIDDEN_STATES].flatten(0, 1)[indices].float()
+        return weight * F.smooth_l1_loss(rows.float(), states, reduction="none").mean(-1)
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """Yield the outputs [N, H] of each step at the anchors, all sequences flattened."""
@@ -214,83 +180,6 @@ class EagleObjective(Objective):
         lengths = lengths.repeat_interleave(lengths, output_size=len(features)).unsqueeze(1)
         width = self.config.noise * 512 / lengths
         return features + ((torch.cat(draws) - 0.5) * width).to(features)
-
-
-def compute_eagle_loss(
-    criterion: "EagleCriterion", steps: Student, outputs: Tensor, batch: Batch, teacher: Teacher
-) -> LossSums:
-    """Sum the losses of all steps of a batch.
-
-    Args:
-        criterion: weights and formulas.
-        steps: the supervised rows sorted by teacher row, scaled by step.
-        outputs: [M, H] outputs of these rows before the last norm.
-        batch: an indexed batch, with `hidden_states` [B, T, H] for the regression loss.
-        teacher: the target's distributions, P rows.
-
-    Returns:
-        Sums with `DRAFT_METRICS`. Tokens whose likeliest continuation is outside the draft
-        vocabulary add nothing to the loss.
-    """
-    total, (values,) = compute_fused_loss([steps], teacher, criterion, criterion.compiled)
-    weight = criterion.config.regression_weight
-    if weight:
-        target_states = (
-            batch[HIDDEN_STATES]
-            .flatten(0, 1)[batch[SUPERVISION].token_indices[steps.teacher_rows.device]]
-            .float()
-        )
-        regression = weight * F.smooth_l1_loss(
-            outputs.float(), target_states, reduction="none"
-        ).mean(-1)
-        total = total + (regression * steps.scales[:]).sum()
-        values[0] += regression.detach()
-    return LossSums(total, sum_steps(values, steps, batch[STEP_TARGETS]))
-
-
-class EagleCriterion:
-    """Weighted divergence and top-k loss of a row, compiled on first use if asked for."""
-
-    num_metrics = len(DRAFT_METRICS)
-
-    def __init__(self, config: UnrolledConfig, vocab: DraftVocab, compiled: bool = False) -> None:
-        self.config, self.vocab, self.compiled = config, vocab, compiled
-
-    def __call__(
-        self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool
-    ) -> RowLosses:
-        """Compare rows with the teacher, see `train.loss.fused_linear.Criterion`.
-
-        With a text loss, `chunk` is of a `TextTeacher`.
-        """
-        config, columns = self.config, None
-        if config.text_weight:
-            labels, chunk = chunk
-            columns = self.vocab.to_draft_ids(labels[chunk_rows])
-        top1_ids = chunk.top1_ids[chunk_rows]
-        top1 = is_top1_match(self.vocab, student, top1_ids)
-        pair = chunk.pair_with(chunk_rows, student)
-        alpha = torch.minimum(pair.p, pair.q).sum(-1)
-        terms: list[LossGrad] = []
-        if config.divergence_weight:
-            divergence = compute_divergence(config.divergence, pair, config.lk_eta, needs_grad)
-            terms.append(divergence.scale(config.divergence_weight))
-        if config.top_k_weight:
-            terms.append(
-                top_k_cross_entropy(pair, config.top_k, needs_grad).scale(config.top_k_weight)
-            )
-        if not terms:  # only the regression loss is trained
-            terms.append(LossGrad(pair.q.new_zeros(len(pair.q)), torch.zeros_like(pair.q)))
-        losses = reduce(LossGrad.add, terms)
-        if not self.vocab.is_full:
-            losses = losses.mask_rows(self.vocab.to_draft_ids(top1_ids) >= 0)
-        if columns is not None:
-            losses = (
-                text_cross_entropy(student, columns, needs_grad)
-                .scale(config.text_weight)
-                .add(losses)
-            )
-        return RowLosses(torch.stack([losses.loss, top1.to(alpha), alpha]), losses.grad)
 
 
 def compute_step_weights(config: UnrolledConfig) -> Tensor:

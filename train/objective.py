@@ -16,9 +16,6 @@ from train.loss.fused_linear import (
 
 DIVISORS = "counts"
 """Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
-DRAFT_METRICS = ("top1", "alpha")
-"""Metrics of a row: whether the first choices of head and target agree; and alpha, the sum of
-min(p, q) over the whole vocabulary, which is the probability of acceptance at temperature 1."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from train.batch.batch import (
 from train.block_objective import draw_anchors
 from train.eagle import EagleObjective
 from train.loop import command, memory
-from train.loss.fused_linear import Student, Teacher, scale_off_path_rows
 from train.objective import DIVISORS, LaunchSpec, MemoryEstimate, Objective
 
 SEGMENTS = "segments"
@@ -119,15 +118,6 @@ class PEagleObjective(EagleObjective):
         backward = 2 * grads + 3 * students * inner * e
         return MemoryEstimate(
             memory.estimate_copied_bytes(head, setting), int(kept), loss, backward
-        )
-
-    def _pair_with_teacher(
-        self, supervised: Tensor, batch: Batch, scale: Tensor
-    ) -> tuple[Student, Teacher]:
-        """Pair the supervised rows [M, H], which see no token between, with the target."""
-        weight = self.config.off_path_weight if self.training else 1.0
-        return scale_off_path_rows(
-            *super()._pair_with_teacher(supervised, batch, scale), batch, weight
         )
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ class BlockConfig:
     """A block drafter and its losses. Defaults are DFlash's (arXiv 2602.06036) unless noted."""
 
     own_output_head, draft_vocab_size = False, ABSENT
+    top_k_weight, skips_undrafted = 0.0, False
 
     path: str | None = None
     """Saved or published head to start from: folder or Hub id. Keeps its architecture and draft

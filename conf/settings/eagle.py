@@ -68,6 +68,7 @@ class UnrolledConfig:
     # Values for heads that lack these settings.
     step_normalizer, token_normalizer = StepNormalizer.sum, TokenNormalizer.all
     detach_features, regression_weight, own_tokens = False, 0.0, False
+    off_path_weight, skips_undrafted = 1.0, True
 
     path: str | None = None
     """Saved or published head to start from: folder or Hub id. Keeps its architecture and draft

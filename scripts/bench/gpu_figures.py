@@ -44,9 +44,9 @@ from scripts.bench.harness import (
     run_worker,
 )
 from train.batch.batch import SortedIndices
-from train.eagle import EagleCriterion
 from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import HiddenTeacher
+from train.step_objective import StepCriterion
 
 Figures = Iterator[tuple[str, float]]
 Row = dict[str, Any]
@@ -288,7 +288,7 @@ def measure_loss_costs(
     numbers = torch.arange(num_tokens)
     rows = SortedIndices(numbers, numbers.to(device))
     weights = torch.ones(num_tokens, device=device)
-    criterion, judge = EagleCriterion(EagleConfig(), vocab), HiddenTeacher(target, vocab, teacher)
+    criterion, judge = StepCriterion(EagleConfig(), vocab), HiddenTeacher(target, vocab, teacher)
 
     def fused() -> Tensor:
         part = Student(student, Projection(projection), rows, weights)

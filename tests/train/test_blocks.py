@@ -263,7 +263,7 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
     sums.total.backward()
     trained = {n: p for n, p in objective.head.named_parameters() if p.requires_grad}
     mine = {name: each.grad.clone() for name, each in trained.items()}
-    expected, counts = naive(objective, batch, objective._compute_block_outputs(batch), scale)
+    expected, counts = naive(objective, batch, objective.compute_outputs(batch), scale)
     torch.testing.assert_close(sums.total, expected, rtol=1e-4, atol=1e-4)
     theirs = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
     for (each, found), given in zip(mine.items(), theirs, strict=True):
@@ -292,7 +292,7 @@ def test_a_head_learns_what_it_measures(target: Target) -> None:
     config = settings_of("dspark")
     objective = objective_of(head, target, config).eval()
     batch = objective.prepare_batch(objective.index_batch(packed(texts(target, 6, 40))))
-    outputs = objective._compute_block_outputs(batch)
+    outputs = objective.compute_outputs(batch)
     said = objective.select_supervised_rows(
         head.compute_confidence(outputs, objective._gather_previous_tokens(batch)),
         batch[STEP_TARGETS],

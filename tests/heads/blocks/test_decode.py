@@ -67,7 +67,7 @@ def test_what_trains_is_what_drafts(name: str) -> None:
     batch = objective.prepare_batch(objective.index_batch(packed(documents)))
     anchors = batch[STEP_TARGETS].anchors
     assert len(anchors) == 9
-    trained = objective._compute_block_outputs(batch)
+    trained = objective.compute_outputs(batch)
     for row, anchor in enumerate(anchors.tolist()):
         document, place = divmod(anchor, len(documents[0]))
         text = documents[document][: place + 2]
@@ -89,7 +89,7 @@ def test_nothing_leaks_from_behind_the_anchor(name: str) -> None:
     for text in (document, other):
         batch = objective.prepare_batch(objective.index_batch(packed([text])))
         rows = batch[STEP_TARGETS].anchors < 11  # whose root is token 11 at most
-        found.append((objective._compute_block_outputs(batch)[rows], rows))
+        found.append((objective.compute_outputs(batch)[rows], rows))
     assert found[0][1].sum() > 3
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
 

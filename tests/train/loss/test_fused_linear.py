@@ -15,7 +15,6 @@ from conf.settings.eagle import Divergence, EagleConfig
 from heads.target_model.embeddings_and_output_head import Projection
 from heads.vocab import DraftVocab
 from train.batch.batch import SortedIndices
-from train.eagle import EagleCriterion
 from train.loss import fused_linear as fused
 from train.loss.divergences import (
     MIN_ALPHA,
@@ -27,6 +26,7 @@ from train.loss.divergences import (
 from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import HiddenTeacher, TargetProbs, TextTeacher, TopKTeacher
 from train.medusa import text_criterion
+from train.step_objective import StepCriterion
 
 NUM_ROWS, NUM_STUDENTS, WIDTH, VOCAB = 11, 29, 6, 13
 DRAFTED = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 12])
@@ -129,7 +129,7 @@ def test_loss_and_gradients_are_those_of_the_naive_formula(
 
     projection = Projection(weight, bias, scale, cap)
     part = student(hidden, weight, rows, scales)._replace(projection=projection)
-    total, (found,) = compute_fused_loss([part], Exact(vocab, log_p), EagleCriterion(config, vocab))
+    total, (found,) = compute_fused_loss([part], Exact(vocab, log_p), StepCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -156,7 +156,7 @@ def test_the_text_is_learnt_where_its_token_can_be_drafted() -> None:
     labels = torch.tensor([0, 3, 12, 1, 2, 6, 7, 9, 4, 5, 11])
     columns = [0, None, 8, 1, 2, None, 5, 7, 3, 4, None]
     teacher = TextTeacher(labels, Exact(vocab, log_p))
-    criterion = EagleCriterion(config, vocab)
+    criterion = StepCriterion(config, vocab)
     total, (found,) = compute_fused_loss([student(hidden, weight)], teacher, criterion)
 
     logits = hidden @ weight.T
@@ -255,7 +255,7 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
         for of_first_round in (2, 0):  # with gradients and without
             for kind in Divergence:
                 criterion, before = (
-                    EagleCriterion(EagleConfig(divergence=kind), vocab),
+                    StepCriterion(EagleConfig(divergence=kind), vocab),
                     dict(counted),
                 )
                 for enabled in (True, False):
@@ -358,7 +358,7 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     log_probs = kept.values.float()
     teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
     part = student(hidden, weight)
-    total, _ = compute_fused_loss([part], teacher, EagleCriterion(config, vocab))
+    total, _ = compute_fused_loss([part], teacher, StepCriterion(config, vocab))
     p = log_probs.double().exp()
     rest = 1 - p.sum(-1, keepdim=True)
     loss = bucketed(config, kept.indices, p, rest, hidden @ weight.T)
@@ -389,7 +389,7 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
     hidden = random(2, WIDTH, seed=0).requires_grad_()
     weight = random(2, WIDTH, seed=1)
     part = student(hidden, weight)
-    criterion = EagleCriterion(EagleConfig(), vocab)
+    criterion = StepCriterion(EagleConfig(), vocab)
     total, (found,) = compute_fused_loss([part], Exact(vocab, log_p), criterion)
     (grad,) = gradients(total, hidden)
     assert torch.isfinite(total)
@@ -422,7 +422,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
     part = student(hidden, weight)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        total, _ = compute_fused_loss([part], teacher, EagleCriterion(EagleConfig(), vocab))
+        total, _ = compute_fused_loss([part], teacher, StepCriterion(EagleConfig(), vocab))
     return total, gradients(total, hidden, weight)
 
 
@@ -468,7 +468,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
         )()
         teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
         part = student(hidden, weight)
-        total, _ = compute_fused_loss([part], teacher, EagleCriterion(EagleConfig(), vocab))
+        total, _ = compute_fused_loss([part], teacher, StepCriterion(EagleConfig(), vocab))
         total.backward()
     assert largest.numel == 32 * vocab_size
 
