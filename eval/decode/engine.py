@@ -18,11 +18,11 @@ from conf.command.clock import DecodingTimes, PartClock
 from eval.decode.generation_config import LogitsProcessors, StopRules
 from eval.decode.verification import ContextLimits, HostStep, TreeOutputs, run_verify_pass
 from heads.decoding.cache import KeptNodes, TreeCache
-from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots, RowDrafter
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
 from heads.devices import to_device
-from heads.target_model.model import FeatureLayers, Target, iter_prefill
+from heads.target_model.model import Target, iter_prefill
 
 ROOT_ALONE = Tree.make_chain(0)
 DrafterFactory = Callable[[list[int]], Drafter]
@@ -89,10 +89,9 @@ def count_common_prefix(left: list[int], right: list[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-class NoDraft:
+class NoDraft(RowDrafter):
     """Drafter without drafts: plain decoding in the same engine, the baseline `vanilla`."""
 
-    taps = FeatureLayers()
     num_static_nodes = 1
 
     def observe(self, seen: CommittedTokens) -> None:
@@ -101,12 +100,6 @@ class NoDraft:
     def propose(self, roots: Roots) -> Draft:
         """Return the roots alone."""
         return Draft.from_tree(ROOT_ALONE, roots.tokens.new_empty(len(roots), 0))
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Do nothing."""
-
-    def insert_row(self, row: int, other: "NoDraft") -> None:
-        """Do nothing."""
 
 
 def decode(

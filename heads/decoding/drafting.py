@@ -5,7 +5,7 @@ Letters: B texts, N tree nodes (root included), P nodes with children, D hidden,
 
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -273,3 +273,47 @@ class Drafter(Protocol):
 
     def insert_row(self, row: int, other: Self) -> None:
         """Insert the single text of another drafter, which has seen only a prompt, into a row."""
+
+
+class RowDrafter:
+    """Base of drafters that remember something of each text: selects and inserts rows.
+
+    Attributes:
+        row_attributes: names of the attributes with one entry per text: lists, tensors [B, ...], or
+            objects with `select_rows` and `insert_row`, like `Generators`, caches and drafters;
+            None or empty before the first tokens.
+        taps, num_static_nodes: see `Drafter`.
+    """
+
+    row_attributes: tuple[str, ...] = ()
+    taps = FeatureLayers()
+    num_static_nodes: int | None = None
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Select the texts that stay, in place, as others have ended; may precede `observe`."""
+        for name in self.row_attributes:
+            value: Any = getattr(self, name)
+            if isinstance(value, Tensor):
+                value = value[to_device(rows, value.device)]
+            elif isinstance(value, list):
+                value = [value[row] for row in rows] if value else value
+            elif value is not None:
+                # Some objects change in place.
+                value = value.select_rows(rows) or value
+            setattr(self, name, value)
+
+    def insert_row(self, row: int, other: Self) -> None:
+        """Insert the single text of another drafter, which has seen only a prompt, into a row.
+
+        What the other drafter has not set yet stays as it is.
+        """
+        self._prepare_insert(other)
+        for name in self.row_attributes:
+            value, new = getattr(self, name), getattr(other, name)
+            if isinstance(new, Tensor) or (isinstance(new, list) and new):
+                value[row] = new[0]
+            elif new is not None and not isinstance(new, list):
+                setattr(self, name, value.insert_row(row, new) or value)
+
+    def _prepare_insert(self, other: Self) -> None:
+        """Prepare both drafters for moving a text."""

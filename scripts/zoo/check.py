@@ -439,10 +439,10 @@ def _train_head(objective: Objective, data: PackedDataset) -> None:
 class VaryingTreeOracle(Oracle):
     """Draft trees of another shape for every text and place, like dynamic trees."""
 
-    @property
-    def num_static_nodes(self) -> int | None:
-        """Return None: every text has another number of nodes."""
-        return None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Every text has another number of nodes.
+        self.num_static_nodes = None
 
     def propose(self, roots: Roots) -> Draft:
         """Draft a tree of one of SHAPES for each text."""

@@ -17,8 +17,8 @@ import torch
 from eval.decode.drafters.draft_model import commit_tokens, count_draftable_tokens
 from eval.decode.engine import count_common_prefix
 from heads.decoding.cache import KeptNodes, TreeCache
-from heads.decoding.drafting import CommittedTokens, Draft, Roots
-from heads.target_model.model import FeatureLayers, Target
+from heads.decoding.drafting import CommittedTokens, Draft, Roots, RowDrafter
+from heads.target_model.model import Target
 
 CUT = "\ufffd"  # how decoders write a character with missing bytes
 MAX_CHARACTER_BYTES = 4
@@ -130,7 +130,7 @@ class Translation:
         self.tail = self.tail[-self.window :]
 
 
-class CrossTokenizerDrafter:
+class CrossTokenizerDrafter(RowDrafter):
     """Drafts the likeliest tokens of a model with another tokenizer.
 
     Every step waits for the device once more, as text is made on the host.
@@ -142,8 +142,7 @@ class CrossTokenizerDrafter:
         window: target tokens at the end of the text that may still be tokenised anew.
     """
 
-    taps = FeatureLayers()
-    num_static_nodes = None
+    row_attributes = ("cache", "texts", "read")
 
     def __init__(
         self, model: Target, target_tokenizer: Any, num_tokens: int, window: int = 32
@@ -151,6 +150,8 @@ class CrossTokenizerDrafter:
         self.model, self.num_tokens, self.window = model, num_tokens, window
         self.translator = Translator(target_tokenizer, model.tokenizer)
         self.cache: TreeCache | None = None
+        self.texts: list[Translation] = []
+        self.read: list[list[int]] = []
 
     def observe(self, seen: CommittedTokens) -> None:
         """Append the committed tokens to the texts."""
@@ -158,7 +159,7 @@ class CrossTokenizerDrafter:
             num_texts = len(seen.token_ids)
             self.cache = self.model.new_cache(num_texts)
             self.texts = [Translation(self.translator, self.window) for _ in range(num_texts)]
-            self.read: list[list[int]] = [[] for _ in range(num_texts)]
+            self.read = [[] for _ in range(num_texts)]
         for text, tokens in zip(self.texts, seen.token_ids, strict=True):
             text.append_tokens(tokens)
 
@@ -176,16 +177,9 @@ class CrossTokenizerDrafter:
         ]
         return Draft.from_chains(rows, self.model.device)
 
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        if self.cache is not None:
-            self.cache.select_rows(rows)
-            self.texts = [self.texts[row] for row in rows]
-            self.read = [self.read[row] for row in rows]
-
-    def insert_row(self, row: int, other: "CrossTokenizerDrafter") -> None:
-        """Start the single text of another drafter in a row; differing tokens are read anew."""
-        self.texts[row] = other.texts[0]
+    def _prepare_insert(self, other: "CrossTokenizerDrafter") -> None:
+        # The row keeps its cache, of which tokens that differ are read anew.
+        other.cache, other.read = None, []
 
     def _draft_chains(self, texts: list[list[int]]) -> list[list[int]]:
         """Read the new tokens of the texts, and draft the likeliest tokens after them."""

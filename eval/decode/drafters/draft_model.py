@@ -17,11 +17,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.decoding.cache import KeptNodes, TreeCache
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, build_tree_layout
+from heads.decoding.drafting import (
+    PAD,
+    CommittedTokens,
+    Draft,
+    Roots,
+    RowDrafter,
+    build_tree_layout,
+)
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.devices import to_device
-from heads.target_model.model import FeatureLayers, Target, prefill_last_states
+from heads.target_model.model import Target, prefill_last_states
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class DraftLength:
     confidence: float = 0.0
 
 
-class DraftModel:
+class DraftModel(RowDrafter):
     """Drafts with a language model.
 
     It proposes its likeliest tokens; when sampling, it draws from its distribution, the children of
@@ -57,9 +64,6 @@ class DraftModel:
         vocab_size: V of the target, if not the draft model's.
     """
 
-    taps = FeatureLayers()
-    num_static_nodes = None
-
     def __init__(
         self,
         model: Target,
@@ -73,6 +77,9 @@ class DraftModel:
         self.model, self.tree, self.sampling = model, tree, sampling
         self.length, self.vocab_size = length or DraftLength(), vocab_size or model.vocab_size
         self.generators = Generators.from_seeds(seeds, model.device)
+        self.row_attributes = ("cache", "unread", "lengths", "limits", "drafted")
+        if not sampling.is_greedy:
+            self.row_attributes += ("generators",)
         self.levels = _build_levels(tree, sampling.is_greedy, model.device)
         self.order = [node for level in self.levels[1:] for node in level.nodes]
         numbers = {node: number for number, node in enumerate(self.order)}
@@ -144,26 +151,13 @@ class DraftModel:
         over = depths > to_device(self.drafted, self.tokens.device).unsqueeze(1)
         return Draft.from_tree(tree, self.tokens.masked_fill(over, PAD), q)
 
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        if not self.sampling.is_greedy:
-            self.generators = self.generators.select_rows(rows)
-        if self.cache is not None:
-            self.cache.select_rows(rows)
-            for values in (self.lengths, self.limits, self.drafted):
-                values[:] = [values[row] for row in rows]
-
-    def insert_row(self, row: int, other: "DraftModel") -> None:
-        """Start the single text of another drafter in a row, and read its prompt."""
-        assert self.cache is not None
+    def _prepare_insert(self, other: "DraftModel") -> None:
+        """Read the other text's prompt."""
         assert other.cache is not None
         *prompt, last = other.unread[0]
         if prompt:
             commit_tokens(self.model, other.cache, [prompt])
-        self.cache.insert_row(row, other.cache)
-        self.unread[row] = [last]
-        self.lengths[row], self.limits[row] = other.lengths[0], other.limits[0]
-        self.generators.insert_row(row, other.generators)
+        other.unread = [[last]]
 
     def _choose_children(self, logits: Tensor, level: "_Level", probs: list[Tensor]) -> Tensor:
         """Choose the children [B, C] of nodes by logits [B, n, V].

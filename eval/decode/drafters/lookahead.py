@@ -17,10 +17,10 @@ import random
 from collections import OrderedDict
 
 import torch
+from torch import Tensor
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, RowDrafter
 from heads.devices import to_device
-from heads.target_model.model import FeatureLayers
 
 Ngram = tuple[int, ...]
 
@@ -108,7 +108,7 @@ class _Window:
         self.rows = [*self.rows[1:], answers]
 
 
-class Lookahead:
+class Lookahead(RowDrafter):
     """Drafts window and guesses. Waits for the device once more per step, for the answers.
 
     Args:
@@ -117,12 +117,12 @@ class Lookahead:
         num_guesses: n-grams kept and verified per first token.
     """
 
-    taps = FeatureLayers()
-    num_static_nodes = None
+    row_attributes = ("windows", "last")
 
     def __init__(self, window: int = 7, level: int = 5, num_guesses: int = 7) -> None:
         self.size, self.num_guesses = (window, level), num_guesses
         self.windows: list[_Window] = []
+        self.last: Tensor | None = None
 
     def observe(self, seen: CommittedTokens) -> None:
         """Start the windows from the prompts, then advance the windows by committed tokens."""
@@ -134,6 +134,7 @@ class Lookahead:
         if seen.logits is None:
             self.windows = [_Window(p, self.size, self.num_guesses) for p in seen.token_ids]
             return
+        assert self.last is not None
         places = torch.arange(len(self.last), device=self.device).unsqueeze(1)
         answers = seen.logits[places, self.last].argmax(-1).tolist()
         for window, tokens, row in zip(self.windows, seen.token_ids, answers, strict=True):
@@ -152,13 +153,3 @@ class Lookahead:
         sizes = [largest, largest, width]
         tokens, parents, self.last = to_device(rows, self.device).split(sizes, dim=1)
         return Draft(parents, tokens, level - 1 + max(width - 2, 0))
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        if self.windows:
-            self.windows = [self.windows[row] for row in rows]
-            self.last = self.last[to_device(rows, self.device)]
-
-    def insert_row(self, row: int, other: "Lookahead") -> None:
-        """Start the single text of another drafter in a row."""
-        self.windows[row] = other.windows[0]

@@ -13,10 +13,8 @@ Letters: B texts, N tree nodes (root included), V vocabulary.
 import torch
 from torch import Tensor
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, RowDrafter
 from heads.decoding.tree import Tree
-from heads.devices import to_device
-from heads.target_model.model import FeatureLayers
 
 NUM_SUCCESSORS = 8
 """Candidates that the table of recycling keeps after a token."""
@@ -106,7 +104,7 @@ class _Followers(_Table):
         return drafted
 
 
-class _FromText:
+class _FromText(RowDrafter):
     """Keeps a table per text and drafts chains from it, all on the host.
 
     Args:
@@ -115,8 +113,7 @@ class _FromText:
         min_ngram: shortest run of last tokens to look up.
     """
 
-    taps = FeatureLayers()
-    num_static_nodes = None
+    row_attributes = ("tables",)
     table: type[_Table]
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1) -> None:
@@ -140,15 +137,6 @@ class _FromText:
         return Draft.from_chains(
             [table.draft(self.num_tokens) for table in self.tables], self.device
         )
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        if self.tables:
-            self.tables = [self.tables[row] for row in rows]
-
-    def insert_row(self, row: int, other: "_FromText") -> None:
-        """Start the single text of another drafter in a row."""
-        self.tables[row] = other.tables[0]
 
 
 class PromptLookup(_FromText):
@@ -197,7 +185,7 @@ class SuccessorTable:
         return self.table[tokens]
 
 
-class Recycling:
+class Recycling(RowDrafter):
     """Fills a static tree from a table of successors, on the device.
 
     Args:
@@ -205,7 +193,7 @@ class Recycling:
         tree: tree with ranks below 8.
     """
 
-    taps = FeatureLayers()
+    row_attributes = ("drafted",)
 
     def __init__(self, successors: SuccessorTable, tree: Tree) -> None:
         self.successors, self.tree = successors, tree
@@ -228,14 +216,6 @@ class Recycling:
             nodes.append(successors[parent][:, rank])
         self.drafted = torch.stack(nodes, 1)
         return Draft.from_tree(self.tree, self.drafted[:, 1:])
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        if self.drafted is not None:
-            self.drafted = self.drafted[to_device(rows, self.drafted.device)]
-
-    def insert_row(self, row: int, other: "Recycling") -> None:
-        """Do nothing, as texts share the table."""
 
 
 def build_recycling_tree(num_tokens: int) -> Tree:

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.drafting import CommittedTokens, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots, RowDrafter
 from heads.decoding.tree import Tree
-from heads.devices import to_device
-from heads.target_model.model import FeatureLayers
 
 
-class Oracle:
+class Oracle(RowDrafter):
     """Drafts the target's own text, known in advance, with mistakes at a set rate.
 
     Below a right node, one child is right with probability `rate`: the first in a chain, any of
@@ -27,7 +25,7 @@ class Oracle:
         seed: seed of the mistakes, which otherwise depend only on text and position.
     """
 
-    taps = FeatureLayers()
+    row_attributes = ("texts", "table", "places")
 
     def __init__(
         self,
@@ -37,6 +35,7 @@ class Oracle:
         vocab_size: int,
         seed: int = 0,
     ) -> None:
+        self.num_static_nodes: int | None = tree.num_nodes
         self.texts = list(enumerate(texts))
         self.tree, self.rate, self.vocab_size, self.seed = tree, rate, vocab_size, seed
         length = 1 + max(map(len, texts))
@@ -48,11 +47,6 @@ class Oracle:
         # nothing.
         self.table = torch.tensor(rows, dtype=torch.int64).view(len(texts), length, -1)
         self.places: Tensor | None = None
-
-    @property
-    def num_static_nodes(self) -> int | None:
-        """Return the number of nodes of the tree."""
-        return self.tree.num_nodes
 
     def observe(self, seen: CommittedTokens) -> None:
         """Count committed tokens."""
@@ -85,20 +79,9 @@ class Oracle:
                 right.add(chosen)
         return tokens[1:]
 
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        self.texts = [self.texts[row] for row in rows]
-        self.table = self.table[to_device(rows, self.table.device)]
-        if self.places is not None:
-            self.places = self.places[to_device(rows, self.places.device)]
-
-    def insert_row(self, row: int, other: "Oracle") -> None:
-        """Start the single text of another drafter in a row."""
-        assert self.places is not None
-        assert other.places is not None
-        self.texts[row] = other.texts[0]
-        length = other.table.shape[1]
-        if length > self.table.shape[1]:
-            self.table = pad(self.table, (0, 0, 0, length - self.table.shape[1]))
-        self.table[row, :length] = other.table[0]
-        self.places[row] = other.places[0]
+    def _prepare_insert(self, other: "Oracle") -> None:
+        longest = max(self.table.shape[1], other.table.shape[1])
+        for each in (self, other):
+            # Captured steps read the table at its address.
+            if each.table.shape[1] < longest:
+                each.table = pad(each.table, (0, 0, 0, longest - each.table.shape[1]))

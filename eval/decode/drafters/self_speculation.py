@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import CommittedTokens, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Roots, RowDrafter
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.devices import to_device
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.model import FeatureLayers, Target
+from heads.target_model.model import Target
 
 
 def list_skipped_layers(target: Target, num_layers: int) -> tuple[int, ...]:
@@ -29,7 +29,7 @@ def list_skipped_layers(target: Target, num_layers: int) -> tuple[int, ...]:
     return tuple(range(num_layers, target.num_layers))
 
 
-class SelfDraft:
+class SelfDraft(RowDrafter):
     """Drafts chains with some layers left out.
 
     Args:
@@ -41,7 +41,7 @@ class SelfDraft:
         output_head: output head for drafting, if not the target's.
     """
 
-    taps = FeatureLayers()
+    row_attributes = ("generators",)
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SelfDraft:
         self.cache: TreeCache | None = None
 
     def observe(self, seen: CommittedTokens) -> None:
-        """Take the cache in which the target keeps the texts."""
+        """Take the cache in which the target keeps the texts, and selects and inserts them."""
         self.cache = seen.cache
 
     def propose(self, roots: Roots) -> Draft:
@@ -85,14 +85,6 @@ class SelfDraft:
         return Draft.from_tree(
             Tree.make_chain(self.num_tokens), torch.stack(tokens[1:], 1), draft_probs
         )
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only; the target drops their cache."""
-        self.generators = self.generators.select_rows(rows)
-
-    def insert_row(self, row: int, other: "SelfDraft") -> None:
-        """Start the single text of another drafter in a row; its cache is the target's."""
-        self.generators.insert_row(row, other.generators)
 
 
 class ReplayText:

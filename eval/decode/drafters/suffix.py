@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
-from heads.target_model.model import FeatureLayers
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots, RowDrafter
 
 ACCEPTED_SHARE = 0.5
 """Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
@@ -109,7 +108,7 @@ class SuffixTree:
         return going
 
 
-class SuffixDrafter:
+class SuffixDrafter(RowDrafter):
     """Drafts chains from prompt and answer, or from earlier answers, whichever promises more.
 
     Args:
@@ -119,8 +118,7 @@ class SuffixDrafter:
         min_prob: probability below which a draft ends.
     """
 
-    taps = FeatureLayers()
-    num_static_nodes = None
+    row_attributes = ("texts",)
 
     def __init__(
         self, answers: SuffixTree, num_tokens: int = 24, factor: float = 1.0, min_prob: float = 0.1
@@ -149,15 +147,6 @@ class SuffixDrafter:
         """Draft a chain for each text, with the number of its tokens expected to be right."""
         pairs = zip(self.texts, roots, strict=True)
         return [text.draft(root, self.limits) for text, root in pairs]
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        if self.texts:
-            self.texts = [self.texts[row] for row in rows]
-
-    def insert_row(self, row: int, other: "SuffixDrafter") -> None:
-        """Start the single text of another drafter in a row."""
-        self.texts[row] = other.texts[0]
 
 
 class _Text:
@@ -236,7 +225,7 @@ def _draft_after_run(run: _Run, most: int, min_prob: float) -> tuple[list[int], 
     return tokens, score
 
 
-class HybridDrafter:
+class HybridDrafter(RowDrafter):
     """Chooses the draft with more expected accepted tokens.
 
     Args:
@@ -245,7 +234,7 @@ class HybridDrafter:
         expected: assumed accepted tokens of a head's draft before any are known.
     """
 
-    num_static_nodes = None
+    row_attributes = ("head", "suffix", "means", "copied")
 
     def __init__(self, head: Drafter, suffix: SuffixDrafter, expected: float) -> None:
         self.head, self.suffix, self.expected = head, suffix, expected
@@ -278,21 +267,6 @@ class HybridDrafter:
             return Draft.from_chains(chains, self.device)
         draft = self.head.propose(roots)
         return _replace_by_chains(draft, chains, self.copied) if any(self.copied) else draft
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some texts only."""
-        self.head.select_rows(rows)
-        self.suffix.select_rows(rows)
-        if self.means:
-            self.means = [self.means[row] for row in rows]
-        if self.copied:
-            self.copied = [self.copied[row] for row in rows]
-
-    def insert_row(self, row: int, other: "HybridDrafter") -> None:
-        """Start the single text of another drafter in a row."""
-        self.head.insert_row(row, other.head)
-        self.suffix.insert_row(row, other.suffix)
-        self.means[row] = other.means[0]
 
 
 def _replace_by_chains(draft: Draft, chains: list[list[int]], copied: list[bool]) -> Draft:
