@@ -1,23 +1,36 @@
-"""Exported head, computed from the names in its file, in plain torch and float32.
+"""Plain decoder of exported heads, by the names in their files, in torch and float32.
 
 Letters: N rows, T tokens, H hidden, I input of the attention, Q heads, K key-value heads, d head
 size, V vocabulary, W drafted ids, R compared ids.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from conf.errors import InputError
-from eval.parity.engine_config import Rope
-from eval.parity.export_files import Export, ReferenceLogits
+from eval.parity.engine_config import EngineConfig, Rope, RopeKeys, parse_rope
+from eval.parity.export_files import GGUF, Export, ReferenceLogits
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by their names."""
+Presence = Literal["must", "may", "no"]
+"""Whether a serving engine needs, allows or lacks a tensor."""
+SizeKeys = dict[str, tuple[str, type, str]]
+"""Keys of a config by fields of `HeadShape`: name, type, and what the engine does without it."""
+SIZE_KEYS: SizeKeys = {
+    "hidden_size": ("hidden_size", int, "takes 4096"),
+    "intermediate_size": ("intermediate_size", int, "takes 11008"),
+    "num_heads": ("num_attention_heads", int, "takes 32"),
+    "num_kv_heads": ("num_key_value_heads", int, "takes num_attention_heads"),
+    "head_dim": ("head_dim", int, "divides hidden_size by num_attention_heads"),
+    "eps": ("rms_norm_eps", float, "takes 1e-6"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +101,75 @@ class HeadShape:
         }
 
 
+class ConfigReader:
+    """Reader of the keys of `config.json` that decide what the serving engine computes.
+
+    Args:
+        export: the serving engine's files.
+        golden: reference values, with sizes of the target.
+        title: name of the serving engine in messages.
+
+    Attributes:
+        root, layer: config, and its keys of decoder layers, which speculators has in a section.
+    """
+
+    size_keys: SizeKeys = SIZE_KEYS
+    vocab_default, positions_default = "takes 32000", "stops at 2048 positions"
+
+    def __init__(self, export: Export, golden: ReferenceLogits, title: str) -> None:
+        self.export, self.golden = export, golden
+        self.is_speculators = export.format == "speculators"
+        self.root = EngineConfig(export.config, export.folder / "config.json", title)
+        self.layer = (
+            self.root.get_section("transformer_layer_config") if self.is_speculators else self.root
+        )
+
+    def parse_sizes(self, rope: RopeKeys) -> dict[str, Any]:
+        """Read sizes and RoPE, as fields of `HeadShape`, and check the layer's other keys.
+
+        Raises:
+            InputError: the serving engine would guess a value, or compute with another.
+        """
+        layer, golden = self.layer, self.golden
+        layer.check_equal("vocab_size", golden.vocab_size, "the target's", self.vocab_default)
+        layer.check_allowed("hidden_act", "silu")
+        layer.check_allowed("tie_word_embeddings", False)
+        longest = golden.max_position_embeddings
+        if layer.require_key("max_position_embeddings", int, self.positions_default) < longest:
+            raise layer.make_error("max_position_embeddings", f"the target's {longest} or more")
+        sizes = {name: layer.require_key(*row) for name, row in self.size_keys.items()}
+        rotation = parse_rope(layer, sizes["head_dim"], rope)
+        return {**sizes, "vocab_size": golden.vocab_size, "rope": rotation}
+
+    def check_speculators(self) -> EngineConfig:
+        """Check the keys without which speculators and vLLM refuse the folder; return their plan.
+
+        Raises:
+            InputError: a key is missing, or names another kind of head.
+        """
+        kind, why, refused = self.export.kind, "the kind of the head", "refuses the folder"
+        self.root.check_equal("speculators_model_type", kind, why, refused)
+        plan = self.root.get_section("speculators_config")
+        plan.check_equal("algorithm", kind, why, refused)
+        plan.get_section("verifier").require_key("name_or_path", str, refused)
+        return plan
+
+
+def check_trained_layers(config: EngineConfig, export: Export, ids: list[int]) -> tuple[int, ...]:
+    """Check that an engine reads the hidden states that the head was trained on; return them.
+
+    Raises:
+        InputError: `headsmith.json` names other hidden states.
+    """
+    if export.layers not in (None, ids):
+        raise InputError(
+            f"{config.file}: {config.engine} would read hidden states {ids}, but the head was "
+            f"trained on {export.layers} (headsmith.json: export.layers), as engines count layers "
+            "differently; export again"
+        )
+    return tuple(ids)
+
+
 class ServedHead:
     """Exported head: checks of its tensors, and projections by name.
 
@@ -104,22 +186,24 @@ class ServedHead:
         self.export, self.golden, self.title = export, golden, title
         self.weights: dict[str, Tensor] = {}
 
+    def describe_config(self) -> str:
+        """Describe what the serving engine reads by its config."""
+        raise NotImplementedError
+
     @property
     def report_lines(self) -> list[str]:
         """Describe the checks, a line each."""
-        raise NotImplementedError
+        export, file = self.export, self.export.weights
+        config = file.name if file.suffix == GGUF else "config.json"
+        return [
+            f"{config}: {self.title} reads {self.describe_config()}",
+            f"{file.name}: {len(export.tensors)} tensors of {export.dtype}, none missing, none "
+            "unknown",
+        ]
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield logits [N, R] of the reference ids and logsumexp [N] over all ids, by depth."""
         raise NotImplementedError
-
-    @property
-    def tensor_line(self) -> str:
-        """Describe the tensors on a line."""
-        return (
-            f"{self.export.weights.name}: {len(self.export.tensors)} tensors of "
-            f"{self.export.dtype}, none missing, none unknown"
-        )
 
     def make_error(self, name: str, found: str, needed: str) -> InputError:
         """Make an error about a tensor."""
@@ -179,6 +263,10 @@ class ServedLayers(ServedHead):
     Args:
         export, golden, title: as in `ServedHead`.
         shape: sizes that the serving engine builds.
+
+    Attributes:
+        embedding: the head's own embedding, not converted, as few of its many rows are needed.
+        target_ids: [W] int64 target ids of the output head's rows.
     """
 
     def __init__(
@@ -186,12 +274,50 @@ class ServedLayers(ServedHead):
     ) -> None:
         super().__init__(export, golden, title)
         self.shape = shape
+        self.embedding: Tensor | None = None
+        self.target_ids = torch.empty(0, dtype=torch.int64)
 
-    def format_vocabulary_line(self, own_head: bool) -> str:
-        """Describe the vocabulary on a line."""
-        owner = "its own" if own_head else "the target's"
+    @property
+    def report_lines(self) -> list[str]:
+        """Describe the checks, a line each."""
+        owner = "its own" if OUTPUT in self.weights else "the target's"
         sizes = f"{self.shape.draft_vocab_size} of {self.shape.vocab_size} ids"
-        return f"vocabulary: drafts {sizes} with {owner} output head"
+        return [
+            *super().report_lines,
+            f"vocabulary: drafts {sizes} with {owner} output head",
+        ]
+
+    def load_weights(
+        self, tensors: dict[str, Tensor], must: Shapes, output: Presence, *,
+        embedding: Presence = "may", t2d: Presence = "may",
+    ) -> None:  # fmt: skip
+        """Check tensors, and convert those of the computation to float32.
+
+        Args:
+            tensors: tensors by the names of the computation.
+            must: shapes of required tensors, apart from the vocabulary's.
+            output: whether the head has an output head.
+            embedding: whether the head has its own embedding.
+            t2d: whether the head has the mask `t2d` beside `d2t`.
+
+        Raises:
+            InputError: naming the tensor.
+        """
+        shape, may = self.shape, Shapes()
+        by_presence = {"must": must, "may": may, "no": Shapes()}
+        by_presence[output][OUTPUT] = (shape.draft_vocab_size, shape.hidden_size)
+        by_presence[embedding][EMBEDDING] = (shape.vocab_size, shape.hidden_size)
+        if shape.draft_vocab_size != shape.vocab_size:
+            must["d2t"] = (shape.draft_vocab_size,)
+            by_presence[t2d]["t2d"] = (shape.vocab_size,)
+        self.check_tensors(tensors, must, may)
+        self.target_ids = self.compute_target_ids()
+        self.embedding = tensors.get(EMBEDDING)
+        self.weights = {
+            name: tensor.float()
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point() and name != EMBEDDING
+        }
 
     def compute_target_ids(self) -> Tensor:
         """Compute the target ids [W] of the output head's rows.
@@ -220,11 +346,29 @@ class ServedLayers(ServedHead):
             fault += ": it holds target ids"
         raise self.make_error("d2t", fault, "offsets: target id minus draft id")
 
-    def select_reference_ids(self, drafted: Tensor, target_ids: Tensor) -> Tensor:
-        """Select logits [N, R] of the reference ids; -inf outside the draft vocabulary."""
+    def compute_logits(self, states: Tensor) -> Tensor:
+        """Compute logits [N, W] of states [N, H]; -inf where the target's output head is unknown.
+
+        The reference values hold the target's rows of the compared ids only.
+        """
+        if OUTPUT in self.weights:
+            return self.apply_linear(states, "lm_head")
+        ids = self.golden.require_tensor("ids", (None,))
+        rows = self.golden.require_tensor("output_head", (len(ids), self.shape.hidden_size))
+        logits = torch.full((len(states), self.shape.vocab_size), -torch.inf)
+        logits[:, ids] = states @ rows.T
+        return logits
+
+    def select_reference_ids(self, drafted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Select logits [N, R] of the reference ids from those of the drafted ids, [N, W].
+
+        Ids that are not drafted have -inf. Also returns logsumexp [N] over all ids if these are
+        known.
+        """
         every = torch.full((len(drafted), self.shape.vocab_size), -torch.inf)
-        every[:, target_ids] = drafted
-        return every[:, self.golden.require_tensor("ids", (None,))]
+        every[:, self.target_ids] = drafted
+        total = drafted.logsumexp(-1) if OUTPUT in self.weights else None
+        return every[:, self.golden.require_tensor("ids", (None,))], total
 
     def apply_norm(self, states: Tensor, name: str) -> Tensor:
         """Apply an RMS norm."""
@@ -254,17 +398,45 @@ class ServedLayers(ServedHead):
             return states
         return self.shape.rope.rotate_states(states, position_ids)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """Compute attention [N, Q * d] of queries [N, Q, d] over [T, K, d] with mask [N, T]."""
-        groups = query.shape[1] // keys.shape[1]
-        keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
-        scores = torch.einsum("nqd,tqd->qnt", query, keys) * self.shape.head_dim**-0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return torch.einsum("qnt,tqd->nqd", weights, values).flatten(1)
+    def apply_layer(
+        self, layer: str, residual: Tensor, read: Sequence[tuple[Tensor, Tensor]], seen: Tensor
+    ) -> Tensor:
+        """Compute a decoder layer's output [N, H].
 
-    def apply_mlp(self, inputs: Tensor, layer: str) -> Tensor:
-        """Apply a layer's gated MLP: [N, H]."""
-        gate = functional.silu(self.apply_linear(inputs, f"{layer}mlp.gate_proj"))
-        return self.apply_linear(
-            gate * self.apply_linear(inputs, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
-        )
+        Args:
+            layer: prefix of the names of the layer's tensors.
+            residual: [N, H] states to which the attention is added.
+            read: inputs [T_i, I] of the attention and their positions [T_i] int64, part by part;
+                the last part are the N rows themselves.
+            seen: [N, T] bool, tokens of all parts that each row sees.
+        """
+        *before, (inputs, position_ids) = read
+
+        def attend(rows: Tensor) -> Tensor:
+            parts = [*before, (rows, position_ids)]
+            keys = torch.cat([self.project_heads(part, layer, "k", at) for part, at in parts])
+            values = torch.cat([self.project_heads(part, layer, "v") for part, _ in parts])
+            query = self.project_heads(rows, layer, "q", position_ids)
+            groups = query.shape[1] // keys.shape[1]
+            keys, values = (states.repeat_interleave(groups, 1) for states in (keys, values))
+            scores = torch.einsum("nqd,tqd->qnt", query, keys) * self.shape.head_dim**-0.5
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            attended = torch.einsum("qnt,tqd->nqd", weights, values).flatten(1)
+            return self.apply_linear(attended, f"{layer}self_attn.o_proj")
+
+        def apply_mlp(rows: Tensor) -> Tensor:
+            gate = functional.silu(self.apply_linear(rows, f"{layer}mlp.gate_proj"))
+            return self.apply_linear(
+                gate * self.apply_linear(rows, f"{layer}mlp.up_proj"), f"{layer}mlp.down_proj"
+            )
+
+        states = residual + self.apply_sublayer(f"{layer}attention", inputs, attend)
+        normed = self.apply_norm(states, f"{layer}post_attention_layernorm")
+        return states + self.apply_sublayer(f"{layer}mlp", normed, apply_mlp)
+
+    def apply_sublayer(
+        self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Apply a sublayer to its inputs; heads may wrap it."""
+        del name
+        return sublayer(inputs)

@@ -8,17 +8,14 @@ Sources of RoPE: vLLM 0.32 `model_executor/layers/rotary_embedding`, transformer
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from conf.errors import InputError
 
-MISSING = object()
-"""Value of a missing key."""
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -33,19 +30,7 @@ class EngineConfig:
     """
 
     def __init__(self, values: dict[str, Any], file: Path, engine: str, prefix: str = "") -> None:
-        self._values, self.file, self.engine, self._prefix = values, file, engine, prefix
-
-    def get(self, key: str) -> Any:
-        """Return the value of a key, or None."""
-        return self._values.get(key)
-
-    def has_key(self, key: str) -> bool:
-        """Tell whether the key exists, even as null."""
-        return key in self._values
-
-    def list_keys(self) -> list[str]:
-        """List all keys."""
-        return list(self._values)
+        self.values, self.file, self.engine, self.prefix = values, file, engine, prefix
 
     def require_key(self, key: str, kind: type, otherwise: str) -> Any:
         """Return the value of a required key.
@@ -58,16 +43,20 @@ class EngineConfig:
         Raises:
             InputError: the key is missing, null or of another type.
         """
-        value = self._values.get(key, MISSING)
-        if value is MISSING or value is None:
-            found = "absent" if value is MISSING else "null"
-            raise InputError(
-                f"{self.file}: {self._prefix}{key} is {found}: without it {self.engine} "
-                f"{otherwise}; must be a value of type {kind.__name__}"
-            )
-        if type(value) is not kind and not (kind is float and type(value) is int):
+        if self.values.get(key) is None:
+            raise self.make_missing_error(key, kind, otherwise)
+        self.check_type(key, kind)
+        return self.values[key]
+
+    def check_type(self, key: str, kind: type) -> None:
+        """Check the type of the value of an existing key; float allows int.
+
+        Raises:
+            InputError: the value is of another type.
+        """
+        found = type(self.values[key])
+        if found is not kind and not (kind is float and found is int):
             raise self.make_error(key, f"a value of type {kind.__name__}")
-        return value
 
     def get_section(self, key: str) -> "EngineConfig":
         """Return the object under a key, or an empty one if the key is missing or null.
@@ -75,10 +64,10 @@ class EngineConfig:
         Raises:
             InputError: the value is not an object.
         """
-        value = self._values.get(key) or {}
+        value = self.values.get(key) or {}
         if not isinstance(value, dict):
             raise self.make_error(key, "an object")
-        return EngineConfig(value, self.file, self.engine, f"{self._prefix}{key}.")
+        return EngineConfig(value, self.file, self.engine, f"{self.prefix}{key}.")
 
     def check_allowed(self, key: str, *allowed: object) -> None:
         """Check the value of a key that may be missing.
@@ -86,7 +75,7 @@ class EngineConfig:
         Raises:
             InputError: the value is not one of `allowed`.
         """
-        if key in self._values and self._values[key] not in allowed:
+        if key in self.values and self.values[key] not in allowed:
             raise self.make_error(key, " or ".join(map(repr, allowed)))
 
     def check_equal(self, key: str, expected: object, why: str, otherwise: str) -> None:
@@ -104,11 +93,23 @@ class EngineConfig:
         if self.require_key(key, type(expected), otherwise) != expected:
             raise self.make_error(key, f"{expected!r}, {why}")
 
+    def format_key(self, key: str) -> str:
+        """Format a key with its prefix."""
+        return f"{self.prefix}{key}"
+
+    def make_missing_error(self, key: str, kind: type, otherwise: str) -> InputError:
+        """Make an error about a key that is missing or null."""
+        found = "null" if key in self.values else "absent"
+        return InputError(
+            f"{self.file}: {self.format_key(key)} is {found}: without it {self.engine} "
+            f"{otherwise}; must be a value of type {kind.__name__}"
+        )
+
     def make_error(self, key: str, allowed: str) -> InputError:
         """Make an error about the value of a key."""
-        found = repr(self._values[key]) if key in self._values else "absent"
+        found = repr(self.values[key]) if key in self.values else "absent"
         return InputError(
-            f"{self.file}: {self._prefix}{key} is {found}: {self.engine} needs {allowed}"
+            f"{self.file}: {self.format_key(key)} is {found}: {self.engine} needs {allowed}"
         )
 
 
@@ -118,7 +119,7 @@ def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConf
     Raises:
         InputError: the key is missing, of another type, or has two values.
     """
-    holders = [place for place in places if place.has_key(key)] or [places[0]]
+    holders = [place for place in places if key in place.values] or [places[0]]
     first = holders[0].require_key(key, kind, otherwise)
     for place in holders[1:]:
         if place.require_key(key, kind, otherwise) != first:
@@ -126,15 +127,13 @@ def require_same_value(key: str, kind: type, otherwise: str, *places: EngineConf
     return first
 
 
-class RopeKeys(Enum):
-    """Spelling of RoPE that a serving engine reads."""
+RopeKeys = Literal["both", "old", "two_keys"]
+"""Spelling of RoPE that a serving engine reads.
 
-    both = "both"
-    """`rope_parameters`, or `rope_theta` and `rope_scaling`: loaders on transformers 5."""
-    old = "old"
-    """`rope_theta` and `rope_scaling`."""
-    two_keys = "two_keys"
-    """`rope_theta`, or a `rope_scaling` of `type` and `factor` with a theta of 10000."""
+- both: `rope_parameters`, or `rope_theta` and `rope_scaling`; loaders on transformers 5.
+- old: `rope_theta` and `rope_scaling`.
+- two_keys: `rope_theta`, or a `rope_scaling` of `type` and `factor` with a theta of 10000.
+"""
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def parse_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
     """
     settings = _merge_spellings(config, keys)
     kind, theta = settings["rope_type"], float(settings["rope_theta"])
-    if keys is RopeKeys.two_keys and kind != "default" and (kind != "linear" or theta != 10000):
+    if keys == "two_keys" and kind != "default" and (kind != "linear" or theta != 10000):
         raise config.make_error("rope_scaling", "none, or a linear one with a rope_theta of 10000")
     if kind not in KINDS:
         raise config.make_error("rope_scaling", f"a rope_type of {list(KINDS)}")
@@ -192,16 +191,16 @@ def parse_rope(config: EngineConfig, head_dim: int, keys: RopeKeys) -> Rope:
 def _merge_spellings(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
     """Merge both spellings into settings in the form of `rope_parameters`."""
     new = config.get_section("rope_parameters")
-    if keys is not RopeKeys.both or not new.has_key("rope_theta"):
+    if keys != "both" or "rope_theta" not in new.values:
         config.require_key("rope_theta", float, "turns with a theta of 10000")
-    theta, part = config.get("rope_theta"), config.get("partial_rotary_factor")
+    theta, part = config.values.get("rope_theta"), config.values.get("partial_rotary_factor")
     outer = {"rope_theta": theta, "partial_rotary_factor": part}
     old = _normalise_spelling(config.get_section("rope_scaling"), outer)
-    if keys is RopeKeys.old:
+    if keys == "old":
         for key in ("attention_factor", "truncate", "partial_rotary_factor"):
             config.get_section("rope_scaling").check_allowed(key, None, outer.get(key))
-    spelled = [_normalise_spelling(new, outer)] if new.list_keys() else []
-    if config.has_key("rope_theta") or config.get("rope_scaling"):
+    spelled = [_normalise_spelling(new, outer)] if new.values else []
+    if "rope_theta" in config.values or config.values.get("rope_scaling"):
         spelled.append(old)
     if spelled[0] != spelled[-1]:
         raise InputError(
@@ -214,8 +213,8 @@ def _merge_spellings(config: EngineConfig, keys: RopeKeys) -> dict[str, Any]:
 
 def _normalise_spelling(spelling: EngineConfig, outer: dict[str, Any]) -> dict[str, Any]:
     """Complete one spelling by the outer values, with one key for the type."""
-    settings = {key: spelling.get(key) for key in spelling.list_keys() if key != "type"}
-    settings.setdefault("rope_type", spelling.get("type") or "default")
+    settings = {key: value for key, value in spelling.values.items() if key != "type"}
+    settings.setdefault("rope_type", spelling.values.get("type") or "default")
     spelling.check_allowed("type", None, settings["rope_type"])
     for key, value in outer.items():
         if value is not None:

@@ -51,11 +51,6 @@ class Export:
     tensors: dict[str, Tensor]
     dtype: str
 
-    @property
-    def config_name(self) -> str:
-        """Return the name of the file that decides what the serving engine builds."""
-        return self.weights.name if self.weights.suffix == GGUF else "config.json"
-
 
 @dataclass(frozen=True)
 class ReferenceLogits:
@@ -120,40 +115,30 @@ def load_export(folder: Path, engine: str | None, golden: ReferenceLogits) -> Ex
             "and JSON"
         )
     note = _load_export_note(folder, engine, golden.kind)
-    if note["format"] == "llamacpp":
-        return _read_gguf(folder, note, golden.kind)
-    config = load_json(folder / "config.json")
-    files = sorted(folder.glob("*.safetensors"))
+    is_gguf = note["format"] == "llamacpp"
+    config = {} if is_gguf else load_json(folder / "config.json")
+    suffix, title = (GGUF, "GGUF") if is_gguf else (".safetensors", "safetensors")
+    files = sorted(folder.glob(f"*{suffix}"))
     if len(files) != 1:
         raise InputError(
-            f"{folder}: has safetensors files {[p.name for p in files]}; must be exactly one, as "
+            f"{folder}: has {title} files {[p.name for p in files]}; must be exactly one, as "
             "engines load each as weights"
         )
     weights = files[0]
-    tensors, _ = load_tensors(weights)
-    noted = [note.get("dtype"), config.get("dtype"), config.get("torch_dtype")]
+    if is_gguf:
+        config, tensors = load_gguf(weights)
+        _check_finite(weights, tensors)
+        stated = config.get("general.file_type")
+        noted = [None if stated is None else FILE_TYPES.get(stated.value, "other")]
+        # Only matrices have one dtype.
+        typed = {n: t for n, t in tensors.items() if t.ndim > 1 and n.endswith(".weight")}
+    else:
+        typed = tensors = load_tensors(weights)[0]
+        noted = [config.get("dtype"), config.get("torch_dtype")]
     return Export(
         folder, note["format"], golden.kind, note.get("layers"), config, weights, tensors,
-        _check_float_dtype(weights, tensors, noted),
+        _check_float_dtype(weights, typed, [note.get("dtype"), *noted]),
     )  # fmt: skip
-
-
-def _read_gguf(folder: Path, note: dict[str, Any], kind: str) -> Export:
-    """Read an export of one GGUF file, whose matrices have one dtype.
-
-    Raises:
-        InputError: as in `load_export`.
-    """
-    files = sorted(folder.glob(f"*{GGUF}"))
-    if len(files) != 1:
-        raise InputError(f"{folder}: has GGUF files {[p.name for p in files]}; must be exactly one")
-    entries, tensors = load_gguf(files[0])
-    matrices = {n: t for n, t in tensors.items() if t.ndim > 1 and n.endswith(".weight")}
-    stated = entries.get("general.file_type")
-    noted = [note.get("dtype"), None if stated is None else FILE_TYPES.get(stated.value, "other")]
-    dtype = _check_float_dtype(files[0], matrices, noted)
-    layers = note.get("layers")
-    return Export(folder, note["format"], kind, layers, entries, files[0], tensors, dtype)
 
 
 def load_reference_logits(folder: Path, kinds: Sequence[str]) -> ReferenceLogits:
@@ -207,13 +192,17 @@ def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file}: corrupt or truncated safetensors file: {error}") from error
+    _check_finite(file, tensors)
+    return tensors, metadata
+
+
+def _check_finite(file: Path, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         allowed = torch.isfinite(tensor)
         if file.name == GOLDEN.name and name == "logits":
             allowed |= tensor == -torch.inf
         if not allowed.all():
             raise InputError(f"{file}: {name}: {int((~allowed).sum())} values are NaN or infinite")
-    return tensors, metadata
 
 
 def _load_export_note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:

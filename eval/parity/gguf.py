@@ -5,37 +5,27 @@ Source, read November 2026: llama.cpp b11434 `ggml/src/gguf.cpp`, `src/llama-mod
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from conf.errors import InputError
+from eval.parity.engine_config import EngineConfig
 
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""Letters of `struct` by the numbers of types."""
 STRING, LIST = 8, 9
 # Type numbers that llama.cpp requires.
 REQUIRED_TYPES = {int: 4, float: 6, bool: 7, str: STRING}
 DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
 OFFSETS = 32
+SHARED = ("tokenizer.", "general.")
+"""Beginnings of the keys of every architecture."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Metadata entry.
 
     Attributes:
@@ -73,8 +63,7 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
     """Read metadata, and tensors in torch's order of dimensions.
 
     Raises:
-        InputError: the file is no complete GGUF file of version 3, or has quantised tensors, NaN or
-            infinity.
+        InputError: the file is no complete GGUF file of version 3, or has quantised tensors.
     """
     try:
         content = bytearray(file.read_bytes())
@@ -102,9 +91,6 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
             tensors[name] = flat.reshape(shape)
     except (OSError, struct.error, ValueError, KeyError, OverflowError) as error:
         raise InputError(f"{file}: not a whole GGUF file of F32, F16 or BF16: {error}") from error
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise InputError(f"{file}: {name}: has values that are NaN or infinite; export again")
     return entries, tensors
 
 
@@ -118,8 +104,8 @@ def _iter_entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
         yield key, Entry(number, reader.unpack_list(number, size))
 
 
-class GgufMetadata:
-    """Metadata of a head. A value that llama.cpp would guess is an error.
+class GgufMetadata(EngineConfig):
+    """Metadata of a head; its keys lack the architecture that they begin with.
 
     Args:
         entries: all entries of the file.
@@ -128,40 +114,34 @@ class GgufMetadata:
     """
 
     def __init__(self, entries: dict[str, Entry], file: Path, arch: str) -> None:
-        self._entries, self.file, self._arch = entries, file, arch
+        prefix = f"{arch}."
+        own = {k.removeprefix(prefix): e for k, e in entries.items() if k.startswith(prefix)}
+        shared = {k: e for k, e in entries.items() if k.startswith(SHARED)}
+        self._entries = own | shared
+        values = {key: entry.value for key, entry in self._entries.items()}
+        super().__init__(values, file, "llama.cpp", prefix)
 
-    def expand_key(self, key: str) -> str:
-        """Return the full name of a key."""
-        return key if key.startswith(("tokenizer.", "general.")) else f"{self._arch}.{key}"
+    def format_key(self, key: str) -> str:
+        """Format a key with its architecture, if it belongs to one."""
+        return key if key.startswith(SHARED) else super().format_key(key)
 
-    def get_value(self, key: str, kind: type, otherwise: Any) -> Any:
-        """Return the value of a key, or llama.cpp's default.
-
-        Args:
-            key: name of the key; without `general` or `tokenizer`, of the architecture.
-            kind: type of the value.
-            otherwise: llama.cpp's default for a missing key.
+    def check_type(self, key: str, kind: type) -> None:
+        """Check that a value has the one type that llama.cpp reads.
 
         Raises:
             InputError: the value is of another type.
         """
-        entry = self._entries.get(self.expand_key(key))
-        if entry is None:
-            return otherwise
-        if entry.number != REQUIRED_TYPES[kind] or isinstance(entry.value, list):
+        number, value = self._entries[key]
+        if number != REQUIRED_TYPES[kind] or isinstance(value, list):
             raise self.make_error(key, f"a value of type {kind.__name__} ({REQUIRED_TYPES[kind]})")
-        return entry.value
 
-    def require_key(self, key: str, kind: type, otherwise: str) -> Any:
-        """Return the value of a required key; `otherwise` tells what llama.cpp does without it.
+    def get_value(self, key: str, kind: type, otherwise: Any) -> Any:
+        """Return the value of a key, or llama.cpp's default for a missing one.
 
         Raises:
-            InputError: the key is missing, or of another type.
+            InputError: the value is of another type.
         """
-        value = self.get_value(key, kind, None)
-        if value is None:
-            raise self.make_missing_error(key, otherwise)
-        return value
+        return self.require_key(key, kind, "") if key in self.values else otherwise
 
     def require_list(self, key: str, number: int, otherwise: str) -> list[Any]:
         """Return the list of a required key, with elements of one type.
@@ -169,31 +149,16 @@ class GgufMetadata:
         Raises:
             InputError: the key is missing, or of another type.
         """
-        entry = self._entries.get(self.expand_key(key))
-        if entry is None:
-            raise self.make_missing_error(key, otherwise)
-        if entry.number != number or not isinstance(entry.value, list):
+        if key not in self.values:
+            raise self.make_missing_error(key, list, otherwise)
+        found, value = self._entries[key]
+        if found != number or not isinstance(value, list):
             raise self.make_error(key, f"a list of type {number}")
-        return entry.value
+        return value
 
-    def check_equal(self, key: str, expected: Any, why: str, otherwise: str) -> None:
-        """Check a key that must have one value.
-
-        Raises:
-            InputError: the key is missing, or has another value.
-        """
-        if self.require_key(key, type(expected), otherwise) != expected:
-            raise self.make_error(key, f"{expected!r}, {why}")
-
-    def make_missing_error(self, key: str, otherwise: str) -> InputError:
+    def make_missing_error(self, key: str, kind: type, otherwise: str) -> InputError:
         """Make an error about a missing key."""
+        del kind
         return InputError(
-            f"{self.file}: no {self.expand_key(key)}: without it llama.cpp {otherwise}"
-        )
-
-    def make_error(self, key: str, needed: str) -> InputError:
-        """Make an error about the value of a key."""
-        found = self._entries[self.expand_key(key)].value
-        return InputError(
-            f"{self.file}: {self.expand_key(key)} is {found!r}: llama.cpp needs {needed}"
+            f"{self.file}: no {self.format_key(key)}: without it llama.cpp {otherwise}"
         )

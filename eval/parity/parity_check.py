@@ -8,7 +8,6 @@ Letters: S rows, D depths, R compared ids.
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from conf.errors import InputError
 from eval.parity import readers
+from eval.parity.decoder import ServedHead
 from eval.parity.export_files import Export, ReferenceLogits, load_export, load_reference_logits
 
 FORMATS = ("vllm", "sglang", "trtllm", "speculators", "original", "llamacpp")
@@ -42,23 +42,13 @@ class ParityResult:
     scale: float
 
 
-class EngineHead(Protocol):
-    """Head as a serving engine reads it."""
-
-    report_lines: list[str]
-    """Lines about the checks."""
-
-    def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield logits [S, R] of the reference ids and logsumexp [S] over all ids, by depth."""
-
-
 class Reader(Protocol):
     """Module of `eval/parity/readers/`."""
 
     FORMATS: dict[str, tuple[str, ...]]
     """Formats that the module reads, by kind of head."""
 
-    def build_head(self, export: Export, golden: ReferenceLogits) -> EngineHead:
+    def build_head(self, export: Export, golden: ReferenceLogits) -> ServedHead:
         """Read the head of an export.
 
         Raises:

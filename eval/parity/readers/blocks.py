@@ -11,14 +11,21 @@ of channels, V vocabulary, W drafted ids, r compared ids or, for a selector or a
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conf.errors import InputError
-from eval.parity.decoder import EMBEDDING, OUTPUT, HeadShape, ServedLayers, Shapes
-from eval.parity.engine_config import EngineConfig, RopeKeys, parse_rope
+from eval.parity.decoder import (
+    SIZE_KEYS,
+    ConfigReader,
+    HeadShape,
+    ServedLayers,
+    Shapes,
+    check_trained_layers,
+)
+from eval.parity.engine_config import EngineConfig
 from eval.parity.export_files import Export, ReferenceLogits
 
 TITLES = {
@@ -38,6 +45,7 @@ ARCHITECTURES = {
     | {"speculators": "DSparkDraftModel"},
 }
 """Class names by kind of head and format."""
+GUESSES = "guesses, and vLLM not as speculators does"
 FULL, SLIDING = "full_attention", "sliding_attention"
 SELECTOR = "candidate_selector."
 MARKOV_FIRST, MARKOV_SECOND = "markov_head.markov_w1", "markov_head.markov_w2"
@@ -48,18 +56,11 @@ CONFIDENCE = "confidence_head.proj"
 def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
     """Build the head of an export. See `eval.parity.parity_check.Reader`."""
     reader = BlockConfigReader(export, golden)
-    builders: dict[str, Callable[[BlockConfigReader], ServedBlocks]] = {
-        "dflash": _build_dflash, "dflash2": _build_dflash2, "dspark": _build_dspark,
-    }  # fmt: skip
-    return builders[export.kind](reader)
-
-
-def _build_dflash(reader: "BlockConfigReader") -> "ServedBlocks":
-    return ServedBlocks(reader.export, reader.golden, _parse_dflash_shape(reader), {})
-
-
-def _build_dflash2(reader: "BlockConfigReader") -> "ServedDFlash2":
+    if export.kind == "dspark":
+        return _build_dspark(reader)
     shape = _parse_dflash_shape(reader)
+    if export.kind == "dflash":
+        return ServedBlocks(export, golden, shape)
     block = reader.root if reader.is_speculators else reader.root.get_section("dflash_config")
     # Rows of a block see each other.
     block.check_allowed("causal", False)
@@ -69,14 +70,14 @@ def _build_dflash2(reader: "BlockConfigReader") -> "ServedDFlash2":
         if field.default is MISSING
         else block.require_key(field.name, float, "scales nothing")
         for field in fields(DFlash2Settings)
-        if field.default is MISSING or block.has_key(field.name)
+        if field.default is MISSING or field.name in block.values
     }
-    return ServedDFlash2(reader.export, reader.golden, shape, DFlash2Settings(**values))
+    return ServedDFlash2(export, golden, shape, DFlash2Settings(**values))
 
 
 def _build_dspark(reader: "BlockConfigReader") -> "ServedDSpark":
-    export, root, guesses = reader.export, reader.root, "guesses, and vLLM not as speculators does"
-    anchored = root.require_key("sample_from_anchor", bool, guesses)
+    export, root = reader.export, reader.root
+    anchored = root.require_key("sample_from_anchor", bool, GUESSES)
     causal = (
         reader.parse_speculators_causal()
         if reader.is_speculators
@@ -153,22 +154,18 @@ class BlockShape(HeadShape):
         return shapes
 
 
-class BlockConfigReader:
-    """Reader of the keys of `config.json` that decide what the serving engine computes.
+class BlockConfigReader(ConfigReader):
+    """Reader of the config of a block drafter."""
 
-    Args:
-        export: the engine's files.
-        golden: reference values, with sizes of the target.
-    """
+    size_keys = SIZE_KEYS | {
+        "intermediate_size": ("intermediate_size", int, "takes 22016"),
+        "head_dim": ("head_dim", int, "takes 128"),
+        "num_layers": ("num_hidden_layers", int, "builds 32 layers"),
+    }
+    vocab_default, positions_default = "takes 151936", "stops at 32768 positions"
 
     def __init__(self, export: Export, golden: ReferenceLogits) -> None:
-        self.export, self.golden = export, golden
-        self.is_speculators = export.format == "speculators"
-        file, title = export.folder / "config.json", TITLES[export.format]
-        self.root = EngineConfig(export.config, file, title)
-        self.layer = (
-            self.root.get_section("transformer_layer_config") if self.is_speculators else self.root
-        )
+        super().__init__(export, golden, TITLES[export.format])
 
     def parse_shape(self, block: EngineConfig, anchored: bool, causal: bool) -> BlockShape:
         """Read the shape that the serving engine builds.
@@ -182,50 +179,28 @@ class BlockConfigReader:
             InputError: the serving engine would refuse the config, guess a value, or read another
                 value than in training.
         """
-        layer, golden, root = self.layer, self.golden, self.root
-        self._check_constants()
-        mask = int(golden.require_tensor("mask_token_id", (1,)))
+        root = self.root
+        named = ARCHITECTURES[self.export.kind][self.export.format]
+        root.check_equal("architectures", [named], "its class", "finds no class")
+        self.layer.check_equal("model_type", "qwen3", "its class", "finds no class")
+        self.layer.check_allowed("attention_bias", False)
+        if self.is_speculators:
+            self.check_speculators()
+        mask = int(self.golden.require_tensor("mask_token_id", (1,)))
         block.check_equal("mask_token_id", mask, "as it was trained", "has no mask")
-        head_dim = layer.require_key("head_dim", int, "takes 128")
+        window, full = self.windows
         return BlockShape(
-            hidden_size=layer.require_key("hidden_size", int, "takes 4096"),
-            intermediate_size=layer.require_key("intermediate_size", int, "takes 22016"),
-            num_heads=layer.require_key("num_attention_heads", int, "takes 32"),
-            num_kv_heads=layer.require_key("num_key_value_heads", int, "takes num_attention_heads"),
-            head_dim=head_dim,
-            num_layers=layer.require_key("num_hidden_layers", int, "builds 32 layers"),
+            **self.parse_sizes("both"),
             target_hidden_size=root.require_key("target_hidden_size", int, "takes the head's own"),
-            vocab_size=golden.vocab_size,
             draft_vocab_size=root.require_key("draft_vocab_size", int, "takes all ids"),
-            eps=float(layer.require_key("rms_norm_eps", float, "takes 1e-6")),
             layers=self._parse_layers(block),
             block_size=root.require_key("block_size", int, "takes 8 or 16"),
             drafts_next_token=anchored,
             causal=causal,
-            window=self._parse_window(),
-            full=self._list_full_layers(),
+            window=window,
+            full=full,
             qk_norm=True,
-            rope=parse_rope(layer, head_dim, RopeKeys.both),
         )
-
-    def _check_constants(self) -> None:
-        layer, golden, root = self.layer, self.golden, self.root
-        named = ARCHITECTURES[self.export.kind][self.export.format]
-        root.check_equal("architectures", [named], "its class", "finds no class")
-        layer.check_equal("model_type", "qwen3", "its class", "finds no class")
-        layer.check_equal("vocab_size", golden.vocab_size, "the target's", "takes 151936")
-        layer.check_allowed("hidden_act", "silu")
-        layer.check_allowed("attention_bias", False)
-        layer.check_allowed("tie_word_embeddings", False)
-        longest = golden.max_position_embeddings
-        if layer.require_key("max_position_embeddings", int, "stops at 32768 positions") < longest:
-            raise layer.make_error("max_position_embeddings", f"the target's {longest} or more")
-        if self.is_speculators:
-            kind, refused = self.export.kind, "refuses the folder"
-            root.check_equal("speculators_model_type", kind, "the kind of the head", refused)
-            plan = root.get_section("speculators_config")
-            plan.check_equal("algorithm", kind, "the kind of the head", refused)
-            plan.get_section("verifier").require_key("name_or_path", str, refused)
 
     def _parse_layers(self, block: EngineConfig) -> tuple[int, ...]:
         """Read the hidden states as indices of `output_hidden_states`, from the engine's own."""
@@ -234,36 +209,30 @@ class BlockConfigReader:
         else:
             key, place, offset = "target_layer_ids", block, 1
         ids = [index + offset for index in place.require_key(key, list, "guesses layers")]
-        known, trained = range(self.golden.num_layers), self.export.layers
+        known = range(self.golden.num_layers)
         if ids != sorted(set(ids)) or not set(ids) <= set(known):
             raise place.make_error(
                 key, f"each of {list(known)} (less {offset}) once, in rising order"
             )
-        if trained is not None and trained != ids:
-            raise InputError(
-                f"{place.file}: {place.engine} would read hidden states {ids}, but the head was "
-                f"trained on {trained} (headsmith.json: export.layers), as engines count "
-                "differently; export again"
-            )
-        return tuple(ids)
+        return check_trained_layers(place, self.export, ids)
 
-    def _parse_window(self) -> int | None:
-        layer, number = self.layer, self.layer.get("num_hidden_layers")
+    @cached_property
+    def windows(self) -> tuple[int | None, tuple[int, ...]]:
+        """Read the window, or None, and the layers without a window if others have one.
+
+        Raises:
+            InputError: `layer_types` is missing, of other layers, or other keys disagree.
+        """
+        layer, number = self.layer, self.layer.values.get("num_hidden_layers")
         kinds = layer.require_key("layer_types", list, "guesses by other keys")
         if len(kinds) != number or not set(kinds) <= {FULL, SLIDING}:
             raise layer.make_error("layer_types", f"{number} of {FULL} and {SLIDING}")
         if SLIDING not in kinds:
             layer.check_allowed("use_sliding_window", False)
-            return None
+            return None, ()
         layer.check_equal("use_sliding_window", True, "as layer_types says", "sees all of the text")
-        return layer.require_key("sliding_window", int, "takes 4096")
-
-    def _list_full_layers(self) -> tuple[int, ...]:
-        """List the layers without a window, if other layers have one."""
-        if self._parse_window() is None:
-            return ()
-        kinds = self.layer.require_key("layer_types", list, "guesses by other keys")
-        return tuple(number for number, kind in enumerate(kinds) if kind == FULL)
+        window = layer.require_key("sliding_window", int, "takes 4096")
+        return window, tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
     def parse_causal(self, place: EngineConfig, key: str) -> bool:
         """Tell whether rows of layers with a window see no later rows of their block.
@@ -271,11 +240,11 @@ class BlockConfigReader:
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
         """
-        if not self._list_full_layers():
+        if not self.windows[1]:
             return place.require_key(key, bool, "takes it from layer_types")
         place.check_allowed(key, False)
         # Without the key, engines read layer_types.
-        return not place.has_key(key)
+        return key not in place.values
 
     def parse_speculators_causal(self) -> bool:
         """Tell whether a row sees no later rows of its block, by `sliding_window_non_causal`.
@@ -286,10 +255,9 @@ class BlockConfigReader:
             InputError: the key is missing, or says causal for a layer that sees all of the text.
         """
         key = "sliding_window_non_causal"
-        is_non_causal = self.root.require_key(
-            key, bool, "guesses, and vLLM not as speculators does"
-        )
-        if not is_non_causal and (self._parse_window() is None or self._list_full_layers()):
+        is_non_causal = self.root.require_key(key, bool, GUESSES)
+        window, full = self.windows
+        if not is_non_causal and (window is None or full):
             raise self.root.make_error(key, "true, as some of its layers see all of the text")
         return not is_non_causal
 
@@ -306,57 +274,39 @@ class ServedBlocks(ServedLayers):
     shape: BlockShape
 
     def __init__(
-        self, export: Export, golden: ReferenceLogits, shape: BlockShape, more: Shapes
+        self, export: Export, golden: ReferenceLogits, shape: BlockShape, more: Shapes | None = None
     ) -> None:
         super().__init__(export, golden, TITLES[export.format], shape)
         # The known rows of the target's output head do not give all logits.
-        self._knows_all = "output_head" not in golden.tensors
-        self._check_tensors(shape.list_tensor_shapes() | more)
-        self._target_ids = self.compute_target_ids()
-        self.weights = {
-            name: tensor.float()
-            for name, tensor in export.tensors.items()
-            if tensor.is_floating_point() and name != EMBEDDING
-        }
+        needs_output = (
+            shape.draft_vocab_size != shape.vocab_size or "output_head" not in golden.tensors
+        )
+        must = shape.list_tensor_shapes() | (more or {})
+        self.load_weights(export.tensors, must, "must" if needs_output else "may")
 
-    @property
-    def report_lines(self) -> list[str]:
-        """Describe the checks, a line each."""
+    def describe_config(self) -> str:
+        """Describe what the rows of a block read and see."""
         shape = self.shape
         rows = "one after another" if shape.causal else "all at once"
         seen = "all of the text" if shape.window is None else f"{shape.window} tokens"
-        return [
-            f"{self.export.config_name}: {self.title} reads hidden states {list(shape.layers)}, "
-            f"{shape.block_size} rows that see {seen} and each other {rows}",
-            self.tensor_line,
-            self.format_vocabulary_line(OUTPUT in self.export.tensors),
-        ]
+        return (
+            f"hidden states {list(shape.layers)}, {shape.block_size} rows that see {seen} and each "
+            f"other {rows}"
+        )
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield logits [S, r] of the reference ids and logsumexp [S] over all ids, slot by slot."""
-        golden = self.golden
         position_ids, tokens = (
-            golden.require_tensor(name, (None,)) for name in ("position_ids", "token_ids")
+            self.golden.require_tensor(name, (None,)) for name in ("position_ids", "token_ids")
         )
         num_rows = len(position_ids)
         outputs = torch.stack([self._compute_block(row, position_ids) for row in range(num_rows)])
         state: Tensor | None = None
         for slot in range(outputs.shape[1]):
             before = tokens[slot : slot + num_rows]
-            base = self._compute_base_logits(outputs[:, slot])
+            base = self.compute_logits(outputs[:, slot])
             drafted, state = self.compute_slot_logits(base, outputs[:, slot], before, state)
-            total = drafted.logsumexp(-1) if self._knows_all else None
-            yield self.select_reference_ids(drafted, self._target_ids), total
-
-    def _compute_base_logits(self, outputs: Tensor) -> Tensor:
-        if OUTPUT in self.weights:
-            return self.apply_linear(outputs, "lm_head")
-        ids = self.golden.require_tensor("ids", (None,))
-        rows = self.golden.require_tensor("output_head", (len(ids), self.shape.hidden_size))
-        # Logits of other ids are unknown.
-        logits = torch.full((len(outputs), self.shape.vocab_size), -torch.inf)
-        logits[:, ids] = outputs @ rows.T
-        return logits
+            yield self.select_reference_ids(drafted)
 
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
@@ -379,54 +329,22 @@ class ServedBlocks(ServedLayers):
         places = position_ids[row] + 1 + torch.arange(shape.block_size)
         states = self.embed_block(row)
         for number in range(shape.num_layers):
-            states = self._compute_layer(number, states, context, position_ids[: row + 1], places)
+            layer = f"layers.{number}."
+            inputs = self.apply_norm(states, f"{layer}input_layernorm")
+            read = [(context, position_ids[: row + 1]), (inputs, places)]
+            states = self.apply_layer(layer, states, read, self._build_mask(number, row + 1))
         return self.apply_norm(states, "norm")[shape.slots]
 
     def embed_block(self, row: int) -> Tensor:
         """Embed the block after a row, [R, H], by the head's own embedding if it has one."""
         golden, hidden, num_masks = self.golden, self.shape.hidden_size, self.shape.block_size - 1
-        if EMBEDDING in self.export.tensors:
+        if self.embedding is not None:
             token = int(golden.require_tensor("token_ids", (None,))[row])
             mask_id = int(golden.require_tensor("mask_token_id", (1,)))
-            return self.export.tensors[EMBEDDING][[token] + [mask_id] * num_masks].float()
+            return self.embedding[[token] + [mask_id] * num_masks].float()
         token_embeddings = golden.require_tensor("token_embeddings", (None, hidden))
         mask = golden.require_tensor("mask_embedding", (1, hidden))
         return torch.cat([token_embeddings[row : row + 1], mask.expand(num_masks, -1)])
-
-    def _compute_layer(
-        self, number: int, states: Tensor, context: Tensor, before: Tensor, places: Tensor
-    ) -> Tensor:
-        """Compute a layer's output [R, H] over its block.
-
-        The block [R, H] stands at `places`, the text's states [s, H] at `before`.
-        """
-        name = f"layers.{number}."
-
-        def attend(inputs: Tensor) -> Tensor:
-            keys = torch.cat([self.project_heads(context, name, "k", before),
-                              self.project_heads(inputs, name, "k", places)])  # fmt: skip
-            values = torch.cat([self.project_heads(rows, name, "v") for rows in (context, inputs)])
-            query, seen = (
-                self.project_heads(inputs, name, "q", places),
-                self._build_mask(number, len(context)),
-            )
-            return self.apply_linear(
-                self.attend(query, keys, values, seen), f"{name}self_attn.o_proj"
-            )
-
-        inputs = self.apply_norm(states, f"{name}input_layernorm")
-        states = states + self.apply_sublayer(f"{name}attention", inputs, attend)
-        inputs = self.apply_norm(states, f"{name}post_attention_layernorm")
-        return states + self.apply_sublayer(
-            f"{name}mlp", inputs, lambda rows: self.apply_mlp(rows, name)
-        )
-
-    def apply_sublayer(
-        self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Apply a sublayer to [R, H]; subclasses may wrap it."""
-        del name
-        return sublayer(inputs)
 
     def _build_mask(self, number: int, num_tokens: int) -> Tensor:
         """Build the mask [R, s + R] bool of what rows see in a layer, by the distance of tokens."""
@@ -439,18 +357,6 @@ class ServedBlocks(ServedLayers):
         if shape.causal:
             seen &= keys <= rows
         return seen if shape.window is None else seen & ((rows - keys).abs() < shape.window)
-
-    def _check_tensors(self, must: Shapes) -> None:
-        """Check the tensors, including those of the head's vocabulary."""
-        shape = self.shape
-        may: Shapes = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
-        reduced = shape.draft_vocab_size != shape.vocab_size
-        output = must if reduced or self._knows_all else may
-        output[OUTPUT] = (shape.draft_vocab_size, shape.hidden_size)
-        if reduced:
-            must["d2t"] = (shape.draft_vocab_size,)
-            may["t2d"] = (shape.vocab_size,)
-        self.check_tensors(self.export.tensors, must, may)
 
 
 @dataclass(frozen=True)

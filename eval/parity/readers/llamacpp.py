@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from conf.errors import InputError
-from eval.parity.decoder import EMBEDDING, OUTPUT
-from eval.parity.engine_config import EngineConfig, Rope, RopeKeys, parse_rope
+from eval.parity.decoder import EMBEDDING, OUTPUT, SizeKeys, check_trained_layers
+from eval.parity.engine_config import EngineConfig, Rope, parse_rope
 from eval.parity.export_files import Export, ReferenceLogits
 from eval.parity.gguf import GgufMetadata
 from eval.parity.readers.blocks import (
@@ -22,7 +22,7 @@ from eval.parity.readers.blocks import (
     ServedDFlash2,
     ServedDSpark,
 )
-from eval.parity.readers.eagle import EagleShape, EngineConventions, Presence, ServedEagle
+from eval.parity.readers.eagle import EagleShape, EngineConventions, ServedEagle
 
 FORMATS = {kind: ("llamacpp",) for kind in ("eagle3", "dflash", "dflash2", "dspark")}
 LAYER = {
@@ -55,6 +55,14 @@ SHARED = {
     "selector_successor.weight": "candidate_selector.successor_codebook",
     "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
 }
+SIZE_KEYS: SizeKeys = {
+    "hidden_size": ("embedding_length", int, "loads nothing"),
+    "intermediate_size": ("feed_forward_length", int, "loads nothing"),
+    "num_heads": ("attention.head_count", int, "loads nothing"),
+    "num_kv_heads": ("attention.head_count_kv", int, "takes head_count"),
+    "head_dim": ("attention.key_length", int, "divides the hidden size by the heads"),
+    "eps": ("attention.layer_norm_rms_epsilon", float, "loads nothing"),
+}
 FREQS = "rope_freqs.weight"
 FLAGS = ("norm_before_residual", "norm_before_fc")
 
@@ -72,7 +80,6 @@ class GgufHead:
         self.export, self.golden = export, golden
         self.keys = GgufMetadata(export.config, export.weights, arch)
         self.keys.check_equal("general.architecture", arch, "that of the kind", "loads nothing")
-        self.hidden = self.keys.require_key("embedding_length", int, "loads nothing")
         self.num_layers = self.keys.require_key("block_count", int, "loads nothing")
         self.tensors = dict(export.tensors)
         self.freqs = self.tensors.pop(FREQS, None)
@@ -84,39 +91,27 @@ class GgufHead:
             InputError: llama.cpp would guess a value, or compute with another.
         """
         keys, golden = self.keys, self.golden
-        head_dim = keys.require_key(
-            "attention.key_length", int, "divides the hidden size by the heads"
-        )
+        sizes = {name: keys.require_key(*row) for name, row in SIZE_KEYS.items()}
+        head_dim = sizes["head_dim"]
         for key in ("attention.value_length", "rope.dimension_count"):
-            keys.check_equal(
-                key, head_dim, "that of the keys", "divides the hidden size by the heads"
-            )
+            keys.check_equal(key, head_dim, "that of the keys", SIZE_KEYS["head_dim"][2])
         positions = keys.require_key("context_length", int, "loads nothing")
         if positions < golden.max_position_embeddings:
             raise keys.make_error("context_length", f"{golden.max_position_embeddings} or more")
-        self._check_vocabulary()
+        tokens = "tokenizer.ggml.tokens"
+        keys.require_key("tokenizer.ggml.model", str, "loads nothing")
+        if len(keys.require_list(tokens, 8, "has no vocabulary")) != golden.vocab_size:
+            raise InputError(
+                f"{keys.file}: {tokens}: llama.cpp needs the target's {golden.vocab_size}; export "
+                "again"
+            )
         d2t = self.tensors.get("d2t")
-        return {
-            "hidden_size": self.hidden,
-            "intermediate_size": keys.require_key("feed_forward_length", int, "loads nothing"),
-            "num_heads": keys.require_key("attention.head_count", int, "loads nothing"),
-            "num_kv_heads": keys.require_key("attention.head_count_kv", int, "takes head_count"),
-            "head_dim": head_dim,
+        return sizes | {
             "vocab_size": golden.vocab_size,
             "draft_vocab_size": golden.vocab_size if d2t is None else len(d2t),
-            "eps": keys.require_key("attention.layer_norm_rms_epsilon", float, "loads nothing"),
             "layers": self._parse_layers(),
             "rope": self._parse_rope(head_dim),
         }
-
-    def _check_vocabulary(self) -> None:
-        """Check that the file has as many ids as llama.cpp expects."""
-        size, tokens = self.golden.vocab_size, "tokenizer.ggml.tokens"
-        self.keys.require_key("tokenizer.ggml.model", str, "loads nothing")
-        if len(self.keys.require_list(tokens, 8, "has no vocabulary")) != size:
-            raise InputError(
-                f"{self.keys.file}: {tokens}: llama.cpp needs the target's {size}; export again"
-            )
 
     def _parse_layers(self) -> tuple[int, ...]:
         key, known = "target_layers", range(self.golden.num_layers)
@@ -125,12 +120,7 @@ class GgufHead:
             raise self.keys.make_error(
                 key, f"each of {known[0]}..{known[-1]} once: others it cannot read, or reads wrong"
             )
-        if self.export.layers not in (None, ids):
-            raise InputError(
-                f"{self.keys.file}: llama.cpp would read hidden states {ids}, but the head was "
-                f"trained on {self.export.layers} (headsmith.json: export.layers); export again"
-            )
-        return tuple(ids)
+        return check_trained_layers(self.keys, self.export, ids)
 
     def _parse_rope(self, head_dim: int) -> Rope:
         """Build RoPE from the metadata, with the file's own divisors."""
@@ -148,7 +138,7 @@ class GgufHead:
             settings["rope_scaling"]["original_max_position_embeddings"] = original
         elif kind not in ("none", "linear"):
             raise keys.make_error("rope.scaling.type", "none, linear or yarn")
-        rope = parse_rope(EngineConfig(settings, keys.file, "llama.cpp"), head_dim, RopeKeys.old)
+        rope = parse_rope(EngineConfig(settings, keys.file, "llama.cpp"), head_dim, "old")
         if self.freqs is None:
             return rope
         if self.freqs.shape != rope.frequencies.shape or self.freqs.dtype is not torch.float32:
@@ -216,24 +206,21 @@ def _read_eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
             head.tensors[name] = torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).flatten(0, 1)
     shape = EagleShape(
         **sizes,
-        eagle3=True,
+        kind="eagle3",
         target_hidden_size=head.keys.require_key("target_hidden_size", int, "loads nothing"),
         flags=frozenset(flag for flag in FLAGS if head.keys.get_value(flag, bool, False)),
-        fc_bias=False,
-        biased=frozenset(),
         qk_norm=False,
-        own_head="output.weight" in head.tensors,
-        logit_scale=1.0,
     )
     names = {"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight"}
-    conventions = EngineConventions("llama.cpp", (), prefixes=("layers.0.",), t2d=Presence.no)
+    conventions = EngineConventions("llama.cpp", (), prefixes=("layers.0.",), t2d="no")
     return ServedEagle(head.build_export(names), golden, conventions, shape)
 
 
 def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
     """Read a block drafter, of the kind that its tensors show."""
     head = GgufHead(export, golden, "dflash")
-    keys, sizes, hidden = head.keys, head.parse_sizes(), head.hidden
+    keys, sizes = head.keys, head.parse_sizes()
+    hidden = sizes["hidden_size"]
     mask = int(golden.require_tensor("mask_token_id", (1,)))
     keys.check_equal("tokenizer.ggml.mask_token_id", mask, "as it was trained", "has no mask")
     if "token_embd.weight" in head.tensors and "output.weight" not in head.tensors:
@@ -281,7 +268,7 @@ def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
         )  # fmt: skip
     if selects:
         return ServedDFlash2(read, golden, shape, _parse_dflash2_settings(keys, hidden))
-    return ServedBlocks(read, golden, shape, {})
+    return ServedBlocks(read, golden, shape)
 
 
 def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:

@@ -40,13 +40,22 @@ class ServedMedusa(ServedHead):
         self._hidden_size = last.shape[1]
         self._bias, self._scale = True, 1.0
         if export.format == "vllm":
-            self._check_vllm(root)
+            root.check_equal("architectures", ["MedusaModel"], "its class", "finds no class")
+            root.check_equal("model_type", "medusa", "its kind", "takes it for a language model")
+            root.check_equal("hidden_size", self._hidden_size, "the target's", "takes 4096")
+            root.check_equal("vocab_size", golden.vocab_size, "the target's", "takes 32001")
+            root.check_allowed("truncated_vocab_size", None, golden.vocab_size)
+            root.check_allowed("original_lm_head", False)
             self._bias = root.require_key("medusa_fc_bias", bool, "drops the biases")
-            self._scale = float(root.get("logit_scale") or 1.0)
+            self._scale = float(root.values.get("logit_scale") or 1.0)
             self._num_heads = self._parse_count(root, "heads", "takes its default of 5")
             self._num_blocks = self._parse_count(root, "layers", "takes its default of 1")
         else:
-            self._check_original(root)
+            if export.weights.name != WEIGHTS:
+                raise InputError(
+                    f"{export.weights}: {self.title} only reads {WEIGHTS}; export again"
+                )
+            root.require_key("base_model_name_or_path", str, "finds no target")
             self._num_heads = root.require_key("medusa_num_heads", int, "takes 5")
             self._num_blocks = root.require_key("medusa_num_layers", int, "takes 1")
             if export.format == "original" and self._num_blocks > 1:
@@ -57,18 +66,10 @@ class ServedMedusa(ServedHead):
         self.weights = self.rename_tensors(self._translate_name)
         self.check_tensors(self.weights, self._list_expected_shapes(), {})
 
-    def _check_vllm(self, root: EngineConfig) -> None:
-        root.check_equal("architectures", ["MedusaModel"], "its class", "finds no class")
-        root.check_equal("model_type", "medusa", "its kind", "takes it for a language model")
-        root.check_equal("hidden_size", self._hidden_size, "the target's", "takes 4096")
-        root.check_equal("vocab_size", self.golden.vocab_size, "the target's", "takes 32001")
-        root.check_allowed("truncated_vocab_size", None, self.golden.vocab_size)
-        root.check_allowed("original_lm_head", False)
-
     def _parse_count(self, root: EngineConfig, what: str, otherwise: str) -> int:
         """Read a count as vLLM does: from the last key that names heads or layers."""
         # A key that names both counts heads.
-        keys = [k for k in root.list_keys() if "num" in k and what in k]
+        keys = [k for k in root.values if "num" in k and what in k]
         keys = [k for k in keys if what == "heads" or "heads" not in k]
         counts = {key: root.require_key(key, int, otherwise) for key in keys or [f"num_{what}"]}
         if len(set(counts.values())) != 1:
@@ -78,21 +79,12 @@ class ServedMedusa(ServedHead):
             )
         return next(iter(counts.values()))
 
-    def _check_original(self, root: EngineConfig) -> None:
-        if self.export.weights.name != WEIGHTS:
-            raise InputError(
-                f"{self.export.weights}: {self.title} only reads {WEIGHTS}; export again"
-            )
-        root.require_key("base_model_name_or_path", str, "finds no target")
-
-    @property
-    def report_lines(self) -> list[str]:
-        """Describe the checks, a line each."""
-        return [
-            f"config.json: {self.title} reads {self._num_heads} heads of {self._num_blocks} "
-            f"blocks over {self._hidden_size} hidden units",
-            self.tensor_line,
-        ]
+    def describe_config(self) -> str:
+        """Describe the heads that the serving engine builds."""
+        return (
+            f"{self._num_heads} heads of {self._num_blocks} blocks over {self._hidden_size} hidden "
+            "units"
+        )
 
     def iter_logits(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield logits [S, R] of the reference ids and logsumexp [S] over all ids, head by head."""
