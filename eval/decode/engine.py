@@ -336,8 +336,8 @@ class DecodingBatch:
                     drafter.observe(last)
                 last = part
             assert last is not None
-            logits = self.target.compute_logits(last.last_output.hidden_states[:, 0])
-            logits = self.processors.process_first_logits(logits, prompts)
+            logits = self.target.compute_logits(last.last_output.hidden_states)
+            logits = self.processors.process_logits(logits, prompts)[:, 0]
             roots = sample_tokens(logits, self.sampling, generators)
             new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
         return Prefilled(texts, drafter, last, roots, generators), new
@@ -347,17 +347,9 @@ class DecodingBatch:
         nodes = run_verify_pass(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.processors.always:
             return nodes
-        texts = [self._join_prompt_and_text(text)[:-1] for text in self.rows]
-        longest = max(map(len, texts))
-        padded = [ids + [0] * (longest - len(ids)) for ids in texts]
-        logits = self.processors.process_tree_logits(
-            nodes.logits,
-            history=to_device(padded, self.target.device),
-            committed=cache.slots.committed,
-            tokens=nodes.tokens,
-            layout=draft.build_layout(),
-        )
-        return replace(nodes, logits=logits)
+        texts = list(map(self._join_prompt_and_text, self.rows))
+        trees = nodes.tokens, draft.build_layout()
+        return replace(nodes, logits=self.processors.process_logits(nodes.logits, texts, trees))
 
     def _record_steps(self, steps: Sequence[HostStep]) -> NewTokens:
         """Record the steps of all rows; return their new tokens."""

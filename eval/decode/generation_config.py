@@ -26,6 +26,7 @@ from transformers import (
 from conf.errors import InputError
 from heads.decoding.drafting import TreeLayout, build_tree_layout
 from heads.decoding.tree import Tree
+from heads.devices import to_device
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 
@@ -60,50 +61,37 @@ class LogitsProcessors:
         first = [SuppressTokensLogitsProcessor(asked[FIRST])] if FIRST in asked else []
         self.first: list[Processor] = [*self.always, *first]
 
-    def process_first_logits(self, logits: Tensor, prompts: list[list[int]]) -> Tensor:
-        """Compute scores [B, V] of the first tokens after prompts, from logits [B, V]."""
-        if not self.first:
-            return logits
-        longest = max(map(len, prompts))
-        filled = [ids[:-1] + [0] * (longest - len(ids)) for ids in prompts]
-        device, none = logits.device, logits.shape[1]
-        committed = torch.tensor([[len(ids) - 1] for ids in prompts], device=device)
-        last = torch.tensor([ids[-1:] for ids in prompts], device=device)
-        history = torch.tensor(filled, device=device, dtype=torch.int64)
-        rows = build_node_rows(
-            history, committed, last, build_tree_layout(Tree.make_chain(0), device), none
-        )
-        return _process_rows(logits.unsqueeze(1), rows, self.first)[:, 0]
-
-    def process_tree_logits(
+    def process_logits(
         self,
         logits: Tensor,
-        history: Tensor,
-        committed: Tensor,
-        tokens: Tensor,
-        layout: TreeLayout,
+        texts: list[list[int]],
+        trees: tuple[Tensor, TreeLayout] | None = None,
     ) -> Tensor:
-        """Compute scores [B, N, V] of the token after every node.
-
-        The scores are float32 if there are processors.
+        """Compute scores [B, N, V] of the token after every node, float32 if there are processors.
 
         Args:
             logits: [B, N, V].
-            history: [B, L] int64 tokens before the root; shorter texts are padded.
-            committed: [B, 1] int64 number of the tokens before the root.
-            tokens: [B, N] int64 tokens of the trees; negative for missing nodes.
-            layout: layout of the trees.
+            texts: tokens of each text, the root last.
+            trees: tokens [B, N] int64 of the trees, negative for missing nodes, and their layout;
+                None for roots alone, the last tokens of prompts.
         """
-        rows = build_node_rows(history, committed, tokens, layout, logits.shape[2])
-        return _process_rows(logits, rows, self.always)
-
-
-def _process_rows(logits: Tensor, rows: Tensor, processors: list[Processor]) -> Tensor:
-    """Compute scores [B, N, V] from rows [B, N, L] of ids, in which V means no id."""
-    scores = pad(logits.float(), (0, 1)).flatten(0, 1)
-    for process in processors:
-        scores = process(rows.flatten(0, 1), scores)
-    return scores[:, :-1].view(logits.shape)
+        processors = self.first if trees is None else self.always
+        if not processors:
+            return logits
+        device, longest = logits.device, max(map(len, texts))
+        if trees is None:
+            last = to_device([ids[-1:] for ids in texts], device)
+            trees = last, build_tree_layout(Tree.make_chain(0), device)
+        filled = [ids[:-1] + [0] * (longest - len(ids)) for ids in texts]
+        # An empty list would give floats.
+        history = to_device(torch.tensor(filled, dtype=torch.int64), device)
+        committed = to_device([[len(ids) - 1] for ids in texts], device)
+        # The id beyond the vocabulary means no id.
+        rows = build_node_rows(history, committed, *trees, logits.shape[2]).flatten(0, 1)
+        scores = pad(logits.float(), (0, 1)).flatten(0, 1)
+        for process in processors:
+            scores = process(rows, scores)
+        return scores[:, :-1].view(logits.shape)
 
 
 def build_node_rows(
