@@ -142,12 +142,8 @@ class ContextLimits:
     """
 
     def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
-        self.target, self.switch, self.window = (
-            target,
-            target.long_rope.switch,
-            target.max_positions,
-        )
-        switch = self.switch
+        self.target, self.window = target, target.max_positions
+        self.switch = switch = target.long_rope.switch
         self.long = {n for n, ids in enumerate(prompts) if switch is not None and len(ids) > switch}
 
     def recompute_long_keys(
@@ -222,35 +218,30 @@ def verify(
     if tokens.shape[1] == 1 and sampling.is_greedy:
         root = torch.zeros_like(tokens)
         return AcceptedPaths(root, root[:, 0], logits[:, 0].argmax(-1))
-    layout = draft.build_layout()
+    layout, scores = draft.build_layout(), None
     if sampling.is_greedy:
         choices = logits.argmax(-1)
         passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
-        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
-        return AcceptedPaths(
-            nodes, _select_node_values(layout.depths, end), _select_node_values(choices, end)
-        )
-    probs = sampling.compute_probabilities(logits)
-    if sampling.typical is not None:
-        passes, log_probs = accept_typical(layout, tokens, probs, sampling.typical)
-        nodes, end = _find_deepest_path(layout, passes, log_probs)
-        return AcceptedPaths(
-            nodes,
-            _select_node_values(layout.depths, end),
-            generators.sample_indices(_select_node_values(probs, end)),
-        )
-    uniforms = generators.draw_uniform(tokens.shape[1])
-    if draft.draft_probs is None:
-        passes = accept_ranked(layout, tokens, probs, uniforms)
-        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
-        rest = _remove_children(layout, tokens, _select_node_values(probs, end), end)
     else:
-        passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
-        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
-        rest = _select_node_values(probs, end)
-    return AcceptedPaths(
-        nodes, _select_node_values(layout.depths, end), generators.sample_indices(rest)
-    )
+        probs = sampling.compute_probabilities(logits)
+        if sampling.typical is not None:
+            passes, scores = accept_typical(layout, tokens, probs, sampling.typical)
+        else:
+            uniforms = generators.draw_uniform(tokens.shape[1])
+            if draft.draft_probs is None:
+                passes = accept_ranked(layout, tokens, probs, uniforms)
+            else:
+                passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
+    if scores is None:
+        passes = _select_first_siblings(layout, passes)
+    nodes, end = _find_deepest_path(layout, passes, scores)
+    num_accepted = _select_node_values(layout.depths, end)
+    if sampling.is_greedy:
+        return AcceptedPaths(nodes, num_accepted, _select_node_values(choices, end))
+    rest = _select_node_values(probs, end)
+    if sampling.typical is None and draft.draft_probs is None:
+        rest = _remove_children(layout, tokens, rest, end)
+    return AcceptedPaths(nodes, num_accepted, generators.sample_indices(rest))
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:
