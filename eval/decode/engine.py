@@ -137,7 +137,8 @@ def decode_batch(
         sampling: how the target chooses; greedy by default.
         seeds: seeds of everything sampled, one per text; 0 by default.
     """
-    return _make_whole_batch(target, drafter, prompts, max_new_tokens, sampling, seeds).decode_all()
+    requests = list(map(Request, prompts, seeds or [0] * len(prompts)))
+    return decode_many(target, lambda _: drafter, requests, max_new_tokens, len(prompts), sampling)
 
 
 def decode_many(
@@ -170,23 +171,10 @@ def stream_tokens(
     seeds: Sequence[int] | None = None,
 ) -> Iterator[NewTokens]:
     """Run `decode_batch`, but yield tokens as they are accepted, per running text."""
-    yield from _make_whole_batch(
-        target, drafter, prompts, max_new_tokens, sampling, seeds
-    ).stream_tokens()
-
-
-def _make_whole_batch(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seeds: Sequence[int] | None,
-) -> "DecodingBatch":
     requests = list(map(Request, prompts, seeds or [0] * len(prompts)))
-    return DecodingBatch(
+    yield from DecodingBatch(
         target, lambda _: drafter, requests, max_new_tokens, len(prompts), sampling
-    )
+    ).stream_tokens()
 
 
 @dataclass
