@@ -10,7 +10,7 @@ of channels, V vocabulary, W drafted ids, r compared ids or, for a selector or a
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from eval.parity.decoder import (
     SIZE_KEYS,
     ConfigReader,
     HeadShape,
+    Presence,
     ServedLayers,
     Shapes,
     check_trained_layers,
@@ -47,6 +48,8 @@ ARCHITECTURES = {
 """Class names by kind of head and format."""
 GUESSES = "guesses, and vLLM not as speculators does"
 FULL, SLIDING = "full_attention", "sliding_attention"
+DFLASH2_NUMBERS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DFLASH2_FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 SELECTOR = "candidate_selector."
 MARKOV_FIRST, MARKOV_SECOND = "markov_head.markov_w1", "markov_head.markov_w2"
 MARKOV_GATE, MARKOV_JOINT = "markov_head.gate_proj", "markov_head.joint_proj"
@@ -57,62 +60,55 @@ def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
     """Build the head of an export. See `eval.parity.parity_check.Reader`."""
     reader = BlockConfigReader(export, golden)
     if export.kind == "dspark":
-        return _build_dspark(reader)
-    shape = _parse_dflash_shape(reader)
+        return ServedDSpark(export, golden, _parse_dspark_shape(reader))
+    sizes = _parse_dflash_sizes(reader)
     if export.kind == "dflash":
-        return ServedBlocks(export, golden, shape)
+        return ServedBlocks(export, golden, BlockShape(**sizes))
     block = reader.root if reader.is_speculators else reader.root.get_section("dflash_config")
     # Rows of a block see each other.
     block.check_allowed("causal", False)
     block.check_allowed("sliding_window_non_causal", True)
-    values: dict[str, Any] = {
-        field.name: block.require_key(field.name, int, "refuses the head")
-        if field.default is MISSING
-        else block.require_key(field.name, float, "scales nothing")
-        for field in fields(DFlash2Settings)
-        if field.default is MISSING or field.name in block.values
-    }
-    return ServedDFlash2(export, golden, shape, DFlash2Settings(**values))
+    for name in DFLASH2_NUMBERS:
+        sizes[name] = block.require_key(name, int, "refuses the head")
+    for name in DFLASH2_FACTORS:
+        if name in block.values:
+            sizes[name] = block.require_key(name, float, "scales nothing")
+    return ServedDFlash2(export, golden, DFlash2Shape(**sizes))
 
 
-def _build_dspark(reader: "BlockConfigReader") -> "ServedDSpark":
-    export, root = reader.export, reader.root
+def _parse_dspark_shape(reader: "BlockConfigReader") -> "DSparkShape":
+    root = reader.root
     anchored = root.require_key("sample_from_anchor", bool, GUESSES)
     causal = (
         reader.parse_speculators_causal()
         if reader.is_speculators
         else reader.parse_causal(root, "is_causal")
     )
-    shape = reader.parse_shape(root, anchored=anchored, causal=causal)
+    sizes = reader.parse_block_sizes(root, anchored=anchored, causal=causal)
     markov = root.require_key("markov_head_type", str, "takes vanilla")
-    served = ("vanilla",) if export.format == "vllm" else ("vanilla", "gated", "rnn")
+    served = ("vanilla",) if reader.export.format == "vllm" else ("vanilla", "gated", "rnn")
     root.check_allowed("markov_head_type", *served)
     rank = root.require_key("markov_rank", int, "takes 256 or none")
     with_markov = root.require_key("confidence_head_with_markov", bool, "takes false, or true")
     has_confidence = root.require_key("enable_confidence_head", bool, "takes false, or true")
-    return ServedDSpark(
-        export, reader.golden, shape, markov=markov, rank=rank,
-        confidence_size=shape.hidden_size + rank * with_markov if has_confidence else 0,
-    )  # fmt: skip
+    confidence_size = sizes["hidden_size"] + rank * with_markov if has_confidence else 0
+    return DSparkShape(**sizes, markov=markov, rank=rank, confidence_size=confidence_size)
 
 
-def _parse_dflash_shape(reader: "BlockConfigReader") -> "BlockShape":
-    """Read the shape of a head whose masked rows draft the tokens at their own places.
-
-    Raises:
-        InputError: as in `BlockConfigReader.parse_shape`.
-    """
+def _parse_dflash_sizes(reader: "BlockConfigReader") -> dict[str, Any]:
+    """Read the fields of `BlockShape` if masked rows draft the tokens at their own places."""
     root = reader.root
     if reader.is_speculators:
         root.check_equal(
             "sample_from_anchor", False, "as rows draft the token at their place", "guesses"
         )
-        return reader.parse_shape(root, anchored=False, causal=reader.parse_speculators_causal())
+        causal = reader.parse_speculators_causal()
+        return reader.parse_block_sizes(root, anchored=False, causal=causal)
     block = root.get_section("dflash_config")
     causal = reader.parse_causal(block, "causal")
     root.check_allowed("is_causal", causal)
     root.check_allowed("sample_from_anchor", False)
-    return reader.parse_shape(block, anchored=False, causal=causal)
+    return reader.parse_block_sizes(block, anchored=False, causal=causal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +150,76 @@ class BlockShape(HeadShape):
         return shapes
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Shape(BlockShape):
+    """DFlash-2 head as a serving engine builds it.
+
+    Attributes:
+        conv_kernel_size: taps of each convolution.
+        conv_group_size: channels that share a change of the kernel.
+        selector_rank: rank r of the selector.
+        selector_top_k: candidates of the selector.
+        input_embedding_scale, output_multiplier: factors of embeddings and logits.
+        final_logit_softcapping: soft cap of the logits; 0 without one.
+    """
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+
+    def list_tensor_shapes(self) -> Shapes:
+        """Compute the shapes of the tensors of a DFlash-2 head."""
+        hidden, taps, rank = self.hidden_size, self.conv_kernel_size, self.selector_rank
+        shapes = super().list_tensor_shapes() | {
+            f"{SELECTOR}predecessor_codebook": (self.vocab_size, rank),
+            f"{SELECTOR}successor_codebook": (self.vocab_size, rank),
+            f"{SELECTOR}hidden_projection.weight": (rank, hidden),
+        }
+        num_outputs = 2 * taps * (hidden // self.conv_group_size)
+        for number in range(self.num_layers):
+            for name in ("attention_conv", "mlp_conv"):
+                conv = f"layers.{number}.{name}."
+                shapes[f"{conv}base_kernel"] = (2, taps, hidden)
+                shapes[f"{conv}kernel_projection.weight"] = (num_outputs, hidden)
+        return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkShape(BlockShape):
+    """DSpark head as a serving engine builds it.
+
+    Attributes:
+        markov: type of the Markov head.
+        rank: rank r of the Markov head.
+        confidence_size: input width of the confidence head; 0 without one.
+    """
+
+    markov: str
+    rank: int
+    confidence_size: int
+
+    def list_tensor_shapes(self) -> Shapes:
+        """Compute the shapes of the tensors of a DSpark head."""
+        hidden, rank, width = self.hidden_size, self.rank, self.confidence_size
+        shapes = super().list_tensor_shapes() | {
+            f"{MARKOV_FIRST}.weight": (self.vocab_size, rank),
+            f"{MARKOV_SECOND}.weight": (self.draft_vocab_size, rank),
+        }
+        if self.markov == "gated":
+            shapes |= {f"{MARKOV_GATE}.weight": (rank, hidden + rank)}
+            shapes |= {f"{MARKOV_GATE}.bias": (rank,)}
+        if self.markov == "rnn":
+            shapes |= {f"{MARKOV_JOINT}.weight": (3 * rank, 2 * rank + hidden)}
+            shapes |= {f"{MARKOV_JOINT}.bias": (3 * rank,)}
+        if width:
+            shapes |= {f"{CONFIDENCE}.weight": (1, width), f"{CONFIDENCE}.bias": (1,)}
+        return shapes
+
+
 class BlockConfigReader(ConfigReader):
     """Reader of the config of a block drafter."""
 
@@ -167,8 +233,10 @@ class BlockConfigReader(ConfigReader):
     def __init__(self, export: Export, golden: ReferenceLogits) -> None:
         super().__init__(export, golden, TITLES[export.format])
 
-    def parse_shape(self, block: EngineConfig, anchored: bool, causal: bool) -> BlockShape:
-        """Read the shape that the serving engine builds.
+    def parse_block_sizes(
+        self, block: EngineConfig, anchored: bool, causal: bool
+    ) -> dict[str, Any]:
+        """Read the fields of `BlockShape` as the serving engine builds it.
 
         Args:
             block: section with the mask token and, except in speculators, the layers.
@@ -189,18 +257,19 @@ class BlockConfigReader(ConfigReader):
         mask = int(self.golden.require_tensor("mask_token_id", (1,)))
         block.check_equal("mask_token_id", mask, "as it was trained", "has no mask")
         window, full = self.windows
-        return BlockShape(
-            **self.parse_sizes("both"),
-            target_hidden_size=root.require_key("target_hidden_size", int, "takes the head's own"),
-            draft_vocab_size=root.require_key("draft_vocab_size", int, "takes all ids"),
-            layers=self._parse_layers(block),
-            block_size=root.require_key("block_size", int, "takes 8 or 16"),
-            drafts_next_token=anchored,
-            causal=causal,
-            window=window,
-            full=full,
-            qk_norm=True,
-        )
+        return self.parse_sizes("both") | {
+            "target_hidden_size": root.require_key(
+                "target_hidden_size", int, "takes the head's own"
+            ),
+            "draft_vocab_size": root.require_key("draft_vocab_size", int, "takes all ids"),
+            "layers": self._parse_layers(block),
+            "block_size": root.require_key("block_size", int, "takes 8 or 16"),
+            "drafts_next_token": anchored,
+            "causal": causal,
+            "window": window,
+            "full": full,
+            "qk_norm": True,
+        }
 
     def _parse_layers(self, block: EngineConfig) -> tuple[int, ...]:
         """Read the hidden states as indices of `output_hidden_states`, from the engine's own."""
@@ -268,21 +337,18 @@ class ServedBlocks(ServedLayers):
     Args:
         export, golden: as in `ServedHead`.
         shape: shape that the serving engine builds.
-        more: shapes of further tensors of the head.
     """
 
     shape: BlockShape
 
-    def __init__(
-        self, export: Export, golden: ReferenceLogits, shape: BlockShape, more: Shapes | None = None
-    ) -> None:
+    def __init__(self, export: Export, golden: ReferenceLogits, shape: BlockShape) -> None:
         super().__init__(export, golden, TITLES[export.format], shape)
         # The known rows of the target's output head do not give all logits.
         needs_output = (
             shape.draft_vocab_size != shape.vocab_size or "output_head" not in golden.tensors
         )
-        must = shape.list_tensor_shapes() | (more or {})
-        self.load_weights(export.tensors, must, "must" if needs_output else "may")
+        output: Presence = "must" if needs_output else "may"
+        self.load_weights(export.tensors, shape.list_tensor_shapes(), output)
 
     def describe_config(self) -> str:
         """Describe what the rows of a block read and see."""
@@ -359,53 +425,10 @@ class ServedBlocks(ServedLayers):
         return seen if shape.window is None else seen & ((rows - keys).abs() < shape.window)
 
 
-@dataclass(frozen=True)
-class DFlash2Settings:
-    """Settings that a DFlash-2 head has beyond DFlash's.
-
-    Attributes:
-        conv_kernel_size: taps of each convolution.
-        conv_group_size: channels that share a change of the kernel.
-        selector_rank: rank r of the selector.
-        selector_top_k: candidates of the selector.
-        input_embedding_scale, output_multiplier: factors of embeddings and logits.
-        final_logit_softcapping: soft cap of the logits; 0 without one.
-    """
-
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float = 0.0
-
-
 class ServedDFlash2(ServedBlocks):
-    """Exported DFlash-2 head.
+    """Exported DFlash-2 head."""
 
-    Args:
-        export, golden, shape: as in `ServedBlocks`.
-        settings: settings that DFlash lacks.
-    """
-
-    def __init__(
-        self, export: Export, golden: ReferenceLogits, shape: BlockShape, settings: DFlash2Settings
-    ) -> None:
-        self._settings, hidden = settings, shape.hidden_size
-        self._groups = hidden // settings.conv_group_size
-        taps, rank = settings.conv_kernel_size, settings.selector_rank
-        more: Shapes = {
-            f"{SELECTOR}predecessor_codebook": (shape.vocab_size, rank),
-            f"{SELECTOR}successor_codebook": (shape.vocab_size, rank),
-            f"{SELECTOR}hidden_projection.weight": (rank, hidden),
-        }
-        for number in range(shape.num_layers):
-            for name in ("attention_conv", "mlp_conv"):
-                conv = f"layers.{number}.{name}."
-                more[f"{conv}base_kernel"] = (2, taps, hidden)
-                more[f"{conv}kernel_projection.weight"] = (2 * taps * self._groups, hidden)
-        super().__init__(export, golden, shape, more)
+    shape: DFlash2Shape
 
     def apply_sublayer(
         self, name: str, inputs: Tensor, sublayer: Callable[[Tensor], Tensor]
@@ -413,18 +436,18 @@ class ServedDFlash2(ServedBlocks):
         """Apply a sublayer between two convolutions: [R, H]."""
         base = self.weights[f"{name}_conv.base_kernel"]
         change = self.apply_linear(inputs, f"{name}_conv.kernel_projection")
-        change = change.view(len(inputs), 2, self._settings.conv_kernel_size, self._groups)
+        change = change.view(len(inputs), 2, self.shape.conv_kernel_size, -1)
         return self._convolve_rows(
             sublayer(self._convolve_rows(inputs, base[0], change[:, 0])), base[1], change[:, 1]
         )
 
     def _convolve_rows(self, rows: Tensor, base: Tensor, change: Tensor) -> Tensor:
-        """Convolve [R, H] row by row, each a sum over earlier rows."""
-        size, outputs = rows.shape[1] // self._groups, []
+        """Convolve [R, H] row by row with changes [R, taps, G], each a sum over earlier rows."""
+        outputs = []
         for row in range(len(rows)):
             mixed = torch.zeros(rows.shape[1])
-            for tap in range(min(self._settings.conv_kernel_size, row + 1)):
-                kernel = base[tap] + change[row, tap].repeat_interleave(size)
+            for tap in range(min(self.shape.conv_kernel_size, row + 1)):
+                kernel = base[tap] + change[row, tap].repeat_interleave(self.shape.conv_group_size)
                 mixed = mixed + kernel * rows[row - tap]
             outputs.append(mixed)
         return torch.stack(outputs)
@@ -440,56 +463,32 @@ class ServedDFlash2(ServedBlocks):
             self.weights[f"{SELECTOR}{n}_codebook"] for n in ("predecessor", "successor")
         )
         asked = first[before] * self.apply_linear(outputs, f"{SELECTOR}hidden_projection")
-        least = base.topk(min(self._settings.selector_top_k, base.shape[-1])).values[:, -1:]
-        unary = base * self._settings.output_multiplier
-        cap = self._settings.final_logit_softcapping
+        least = base.topk(min(self.shape.selector_top_k, base.shape[-1])).values[:, -1:]
+        unary = base * self.shape.output_multiplier
+        cap = self.shape.final_logit_softcapping
         unary = torch.tanh(unary / cap) * cap if cap > 0 else unary
         return (unary + asked @ second.T).masked_fill(base < least, -torch.inf), state
 
     def embed_block(self, row: int) -> Tensor:
         """Embed and scale the block after a row: [R, H]."""
-        return super().embed_block(row) * self._settings.input_embedding_scale
+        return super().embed_block(row) * self.shape.input_embedding_scale
 
 
 class ServedDSpark(ServedBlocks):
-    """Exported DSpark head.
+    """Exported DSpark head."""
 
-    Args:
-        export, golden, shape: as in `ServedBlocks`.
-        markov: type of the Markov head.
-        rank: rank r of the Markov head.
-        confidence_size: input width of the confidence head; 0 without one.
-    """
-
-    def __init__(
-        self, export: Export, golden: ReferenceLogits, shape: BlockShape, *, markov: str, rank: int,
-        confidence_size: int,
-    ) -> None:  # fmt: skip
-        self._markov = markov
-        hidden = shape.hidden_size
-        more: Shapes = {
-            f"{MARKOV_FIRST}.weight": (shape.vocab_size, rank),
-            f"{MARKOV_SECOND}.weight": (shape.draft_vocab_size, rank),
-        }
-        if markov == "gated":
-            more |= {f"{MARKOV_GATE}.weight": (rank, hidden + rank), f"{MARKOV_GATE}.bias": (rank,)}
-        if markov == "rnn":
-            size = 3 * rank, 2 * rank + hidden
-            more |= {f"{MARKOV_JOINT}.weight": size, f"{MARKOV_JOINT}.bias": size[:1]}
-        if confidence_size:
-            more |= {f"{CONFIDENCE}.weight": (1, confidence_size), f"{CONFIDENCE}.bias": (1,)}
-        super().__init__(export, golden, shape, more)
+    shape: DSparkShape
 
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, before: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Add the logits of the Markov head to a slot's [S, W]."""
         memory = self.weights[f"{MARKOV_FIRST}.weight"][before]
-        if self._markov == "gated":
+        if self.shape.markov == "gated":
             memory = (
                 memory * self.apply_linear(torch.cat([outputs, memory], -1), MARKOV_GATE).sigmoid()
             )
-        elif self._markov == "rnn":
+        elif self.shape.markov == "rnn":
             state = torch.zeros_like(memory) if state is None else state
             joint = self.apply_linear(torch.cat([state, memory, outputs], -1), MARKOV_JOINT)
             gate, candidate, output = joint.chunk(3, -1)

@@ -16,8 +16,11 @@ from eval.parity.engine_config import EngineConfig, Rope, parse_rope
 from eval.parity.export_files import Export, ReferenceLogits
 from eval.parity.gguf import GgufMetadata
 from eval.parity.readers.blocks import (
+    DFLASH2_FACTORS,
+    DFLASH2_NUMBERS,
     BlockShape,
-    DFlash2Settings,
+    DFlash2Shape,
+    DSparkShape,
     ServedBlocks,
     ServedDFlash2,
     ServedDSpark,
@@ -63,6 +66,8 @@ SIZE_KEYS: SizeKeys = {
     "head_dim": ("attention.key_length", int, "divides the hidden size by the heads"),
     "eps": ("attention.layer_norm_rms_epsilon", float, "loads nothing"),
 }
+FACTOR_KEYS = ("embedding_scale", "logit_scale", "final_logit_softcapping")
+"""Keys of `DFLASH2_FACTORS`."""
 FREQS = "rope_freqs.weight"
 FLAGS = ("norm_before_residual", "norm_before_fc")
 
@@ -245,47 +250,35 @@ def _read_blocks(export: Export, golden: ReferenceLogits) -> ServedBlocks:
         raise keys.make_error(
             "attention.causal", f"false, as layers {list(full)} see all of the text"
         )
-    shape = BlockShape(
-        **sizes,
-        target_hidden_size=hidden,
-        num_layers=head.num_layers,
-        block_size=keys.require_key("block_size", int, "takes 16"),
-        drafts_next_token=markov and keys.get_value("sample_from_anchor", bool, True),
-        causal=causal,
-        window=window if any(windowed) else None,
-        full=full if any(windowed) else (),
-        qk_norm=True,
-    )
+    sizes |= {
+        "target_hidden_size": hidden,
+        "num_layers": head.num_layers,
+        "block_size": keys.require_key("block_size", int, "takes 16"),
+        "drafts_next_token": markov and keys.get_value("sample_from_anchor", bool, True),
+        "causal": causal,
+        "window": window if any(windowed) else None,
+        "full": full if any(windowed) else (),
+        "qk_norm": True,
+    }
     read = head.build_export(
         {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight"}
     )
     if markov:
         rank = head.tensors["markov_w1.weight"].shape[-1]
-        confidence = "conf_proj.weight" in head.tensors
-        return ServedDSpark(
-            read, golden, shape, markov="vanilla", rank=rank,
-            confidence_size=hidden + rank if confidence else 0,
-        )  # fmt: skip
-    if selects:
-        return ServedDFlash2(read, golden, shape, _parse_dflash2_settings(keys, hidden))
-    return ServedBlocks(read, golden, shape)
-
-
-def _parse_dflash2_settings(keys: GgufMetadata, hidden: int) -> DFlash2Settings:
-    """Read the settings of a DFlash-2 head beyond DFlash's."""
-    numbers = {
-        key: keys.require_key(key, int, "loads nothing")
-        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    }
-    top_k = numbers["selector_top_k"]
+        confidence_size = hidden + rank if "conf_proj.weight" in head.tensors else 0
+        shape = DSparkShape(**sizes, markov="vanilla", rank=rank, confidence_size=confidence_size)
+        return ServedDSpark(read, golden, shape)
+    if not selects:
+        return ServedBlocks(read, golden, BlockShape(**sizes))
+    for name in DFLASH2_NUMBERS:
+        sizes[name] = keys.require_key(name, int, "loads nothing")
+    top_k = sizes["selector_top_k"]
     if hidden < top_k * (top_k + 1):
         raise keys.make_error("selector_top_k", f"k with k * (k + 1) of at most {hidden}")
-    return DFlash2Settings(
-        **numbers,
-        input_embedding_scale=keys.get_value("embedding_scale", float, 1.0),
-        output_multiplier=keys.get_value("logit_scale", float, 1.0),
-        final_logit_softcapping=keys.get_value("final_logit_softcapping", float, 0.0),
-    )
+    for name, key in zip(DFLASH2_FACTORS, FACTOR_KEYS, strict=True):
+        if key in keys.values:
+            sizes[name] = keys.require_key(key, float, "scales nothing")
+    return ServedDFlash2(read, golden, DFlash2Shape(**sizes))
 
 
 def build_head(export: Export, golden: ReferenceLogits) -> ServedEagle | ServedBlocks:
