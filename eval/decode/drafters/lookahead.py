@@ -25,25 +25,6 @@ from heads.devices import to_device
 Ngram = tuple[int, ...]
 
 
-class _Pool:
-    """N-grams by their first token, the latest few of each."""
-
-    def __init__(self, num_guesses: int) -> None:
-        self.num_guesses = num_guesses
-        self.tails: dict[int, OrderedDict[Ngram, None]] = {}
-
-    def add_ngram(self, ngram: Ngram) -> None:
-        tails = self.tails.setdefault(ngram[0], OrderedDict())
-        tails.pop(ngram[1:], None)
-        tails[ngram[1:]] = None
-        if len(tails) > self.num_guesses:
-            tails.popitem(last=False)
-
-    def list_tails(self, token: int) -> list[Ngram]:
-        """List the tails that may follow a token, the latest first."""
-        return list(reversed(self.tails.get(token, OrderedDict())))
-
-
 class _Trie:
     """Nodes in which branches with a common start share it."""
 
@@ -63,14 +44,15 @@ class _Trie:
 
 
 class _Window:
-    """Guesses and pool of one text."""
+    """Guesses of one text, and its pool: the latest few n-grams by their first token."""
 
     def __init__(self, prompt: list[int], size: tuple[int, int], num_guesses: int) -> None:
         self.width, self.level = size
         rng = random.Random(0)
         known = prompt or [0]
         self.rows = [[rng.choice(known) for _ in range(self.width)] for _ in range(self.level - 1)]
-        self.pool = _Pool(num_guesses)
+        self.num_guesses = num_guesses
+        self.pool: dict[int, OrderedDict[Ngram, None]] = {}
         self.tail: list[int] = []
         self.last: list[int] = []
         self.append_tokens(prompt)
@@ -80,7 +62,15 @@ class _Window:
         for token in tokens:
             self.tail = [*self.tail, token][-self.level :]
             if len(self.tail) == self.level:
-                self.pool.add_ngram(tuple(self.tail))
+                self.add_ngram(tuple(self.tail))
+
+    def add_ngram(self, ngram: Ngram) -> None:
+        """Add an n-gram to the pool, as the latest with its first token."""
+        tails = self.pool.setdefault(ngram[0], OrderedDict())
+        tails.pop(ngram[1:], None)
+        tails[ngram[1:]] = None
+        if len(tails) > self.num_guesses:
+            tails.popitem(last=False)
 
     def draft(self, root: int) -> _Trie:
         """Build the trie of window and guesses; `last` gets the nodes of the last row."""
@@ -95,7 +85,7 @@ class _Window:
                 trie.add_child(parent, token) for parent, token in zip(above, row, strict=True)
             ]
         self.last = above
-        for tail in self.pool.list_tails(root):
+        for tail in reversed(self.pool.get(root, OrderedDict())):
             node = 0
             for token in tail:
                 node = trie.add_child(node, token)
@@ -104,7 +94,7 @@ class _Window:
     def shift_rows(self, answers: list[int]) -> None:
         """Take the target's answers [W] below the last row."""
         for column in zip(*self.rows, answers, strict=True):
-            self.pool.add_ngram(column)
+            self.add_ngram(column)
         self.rows = [*self.rows[1:], answers]
 
 

@@ -132,10 +132,9 @@ class SuffixDrafter(RowDrafter):
         if not self.texts:
             self.texts = [_Text(self.answers) for _ in seen.token_ids]
         for text, tokens in zip(self.texts, seen.token_ids, strict=True):
-            if seen.logits is None:
-                text.append_prompt(tokens)
-            else:
-                text.append_answer(tokens[1:])
+            for token in tokens if seen.logits is None else tokens[1:]:
+                text.tokens.append(token)
+                text.add_last_token(in_prompt=seen.logits is None)
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains of at most `num_tokens`."""
@@ -157,28 +156,18 @@ class _Text:
         self.tokens: list[int] = []
         self.runs, self.answer_runs = [self.own.root], [answers.root]
 
-    def append_prompt(self, prompt: list[int]) -> None:
-        """Append the prompt, or a part of it."""
-        for token in prompt:
-            self.tokens.append(token)
-            self.runs = self.own.add_last_token(self.runs, self.tokens)
-
-    def append_answer(self, tokens: list[int]) -> None:
-        """Append tokens of the answer."""
-        for token in tokens:
-            self.tokens.append(token)
-            self._add_last_token()
+    def add_last_token(self, in_prompt: bool = False) -> None:
+        """Add the last token to the trees; prompts stay out of the shared one."""
+        self.runs = self.own.add_last_token(self.runs, self.tokens)
+        if not in_prompt:
+            self.answer_runs = self.answers.add_last_token(self.answer_runs, self.tokens)
 
     def draft(self, root: int, limits: tuple[int, float, float]) -> tuple[list[int], float]:
         """Append the root and draft. The run that ends the answer must not find itself."""
         self.tokens.append(root)
         drafts = [_draft_best_chain(runs, root, *limits) for runs in (self.runs, self.answer_runs)]
-        self._add_last_token()
+        self.add_last_token()
         return max(drafts, key=lambda draft: draft[1])
-
-    def _add_last_token(self) -> None:
-        self.runs = self.own.add_last_token(self.runs, self.tokens)
-        self.answer_runs = self.answers.add_last_token(self.answer_runs, self.tokens)
 
 
 def _draft_best_chain(
@@ -276,21 +265,18 @@ def _replace_by_chains(draft: Draft, chains: list[list[int]], copied: list[bool]
     others = Draft.from_chains(rows, draft.tokens.device)
     width = max(draft.tokens.shape[1], others.tokens.shape[1])
     has_chain = others.tokens[:, :1] != PAD
-    tokens = torch.where(
-        has_chain, _pad_width(others.tokens, width, PAD), _pad_width(draft.tokens, width, PAD)
-    )
-    parents = torch.where(
-        has_chain,
-        _pad_width(_list_parents(others), width, 0),
-        _pad_width(_list_parents(draft), width, 0),
-    )
+
+    def merge(of_chains: Tensor, of_trees: Tensor, missing: int) -> Tensor:
+        of_chains, of_trees = (
+            pad(each, (0, width - each.shape[1]), value=missing) for each in (of_chains, of_trees)
+        )
+        return torch.where(has_chain, of_chains, of_trees)
+
+    tokens = merge(others.tokens, draft.tokens, PAD)
+    parents = merge(_list_parents(others), _list_parents(draft), 0)
     return Draft(parents, tokens, max(draft.depth, others.depth))
 
 
 def _list_parents(draft: Draft) -> Tensor:
     """Return the [B or 1, N - 1] parents of all nodes but the root."""
     return draft.tree if isinstance(draft.tree, Tensor) else draft.build_layout().parents[:, 1:]
-
-
-def _pad_width(rows: Tensor, width: int, value: int) -> Tensor:
-    return pad(rows, (0, width - rows.shape[1]), value=value)
