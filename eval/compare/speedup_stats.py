@@ -6,8 +6,7 @@ pays.
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -22,10 +21,11 @@ from eval.decode.engine import Generation, count_common_prefix
 from eval.measure.acceptance_stats import (
     Interval,
     PromptSteps,
-    bootstrap_interval,
+    bootstrap_speedup,
     compute_percentiles_ms,
     format_interval,
     format_length_bucket,
+    group_by,
     summarise_acceptance,
     tau,
 )
@@ -192,35 +192,11 @@ def compute_speedup_interval(
     """Compute the 95% bootstrap interval of a speed-up over dialogues and repeats."""
     if name == baseline:  # 1 by definition
         return None
-    dialogues: dict[int, list[PromptRun]] = {}
-    for run in runs:
-        dialogues.setdefault(run.prompt.dialogue, []).append(run)
-
-    @cache
-    def sums(repeats: tuple[int, ...]) -> list[list[float]]:
-        """Sum tokens and seconds of the method and of the baseline, per dialogue."""
-        return [
-            [
-                total
-                for method in (name, baseline)
-                for total in (
-                    sum(run.num_tokens(method) for run in dialogue),
-                    _median_total(
-                        [run.seconds_per_repeat(method)[r] for r in repeats] for run in dialogue
-                    ),
-                )
-            ]
-            for dialogue in dialogues.values()
-        ]
-
-    def speedup(drawn: Sequence[int], repeats: Sequence[int]) -> float:
-        cells = sums(tuple(sorted(repeats)))
-        tokens, time, base_tokens, base_time = (
-            sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
-        )
-        return (tokens / time) / (base_tokens / base_time)
-
-    return bootstrap_interval(range(len(dialogues)), speedup, seed, len(runs[0].texts[name]))
+    ours, base = (
+        [[(s, run.num_tokens(method)) for s in run.seconds_per_repeat(method)] for run in runs]
+        for method in (name, baseline)
+    )
+    return bootstrap_speedup([run.prompt.dialogue for run in runs], ours, base, seed)[1]
 
 
 def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
@@ -281,9 +257,7 @@ def select_shown_texts(
         for name in methods
         if name == VANILLA or any(sum(run.texts[name][0].drafted) for run in runs)
     ]
-    by_category: dict[str, list[PromptRun]] = {}
-    for run in runs:
-        by_category.setdefault(run.prompt.category, []).append(run)
+    by_category = group_by(runs, lambda run: run.prompt.category)
     longest = max(map(len, by_category.values()))
     rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
     return [

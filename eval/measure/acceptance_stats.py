@@ -26,6 +26,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -34,7 +35,10 @@ from rich.table import Table
 from eval.decode.engine import Step
 
 Item = TypeVar("Item")
+Key = TypeVar("Key")
 Ratio = tuple[int, int]
+Costs = Sequence[tuple[float, float]]
+"""Seconds and tokens of a text, a pair for each repeat."""
 Interval = tuple[float, float] | None
 NUM_BOOTSTRAPS = 1000
 FEWEST_DIALOGUES = 8
@@ -97,9 +101,7 @@ def summarise_acceptance(
         key: Callable[[PromptSteps], Any], name_of: Callable[[Any], str]
     ) -> dict[str, object]:
         """Compute the figures of groups of prompts, in the order of their keys."""
-        groups: dict[str, list[PromptSteps]] = {}
-        for prompt in sorted(prompts, key=key):
-            groups.setdefault(name_of(key(prompt)), []).append(prompt)
+        groups = group_by(sorted(prompts, key=key), lambda prompt: name_of(key(prompt)))
         return {
             name: {
                 "tau": tau(members),
@@ -264,13 +266,12 @@ def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float |
 
 def _compute_means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
     turns = [text.ratios[count] for text in texts]
-    dialogues: dict[int, list[Ratio]] = {}
-    for text, ratio in zip(texts, turns, strict=True):
-        dialogues.setdefault(text.dialogue, []).append(ratio)
+    dialogues = group_by(range(len(texts)), lambda number: texts[number].dialogue)
+    sums = [_sum_ratios([turns[number] for number in numbers]) for numbers in dialogues.values()]
     return {
         "pooled": _average_ratios([_sum_ratios(turns)]),
         "turns": _average_ratios(turns),
-        "dialogues": _average_ratios(map(_sum_ratios, dialogues.values())),
+        "dialogues": _average_ratios(sums),
     }
 
 
@@ -334,17 +335,60 @@ def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     # Sums stand for a dialogue's passes.
     sums = [
         (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
-        for group in group_by_dialogue(prompts)
+        for group in group_by(prompts, lambda prompt: prompt.dialogue).values()
     ]
     return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
 
 
-def group_by_dialogue(prompts: Sequence[PromptSteps]) -> list[list[PromptSteps]]:
-    """Group prompts by dialogue."""
-    dialogues: dict[int, list[PromptSteps]] = {}
-    for prompt in prompts:
-        dialogues.setdefault(prompt.dialogue, []).append(prompt)
-    return list(dialogues.values())
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Group items by a key; keys are in the order in which they first occur."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def bootstrap_speedup(
+    dialogues: Sequence[int], ours: Sequence[Costs], base: Sequence[Costs], seed: int
+) -> tuple[float, Interval]:
+    """Compute a speed-up, and its 95% bootstrap interval over dialogues and repeats.
+
+    Args:
+        dialogues: number of each text's dialogue.
+        ours: seconds and tokens of each text, a pair for each repeat.
+        base: seconds and tokens of the baseline.
+        seed: seed of the resampling.
+
+    Returns:
+        The baseline's seconds per token divided by ours, each text at its medians over repeats; and
+        the interval.
+    """
+    members = group_by(range(len(dialogues)), lambda number: dialogues[number]).values()
+    num_repeats = len(ours[0])
+
+    @cache
+    def sums(repeats: tuple[int, ...]) -> list[list[float]]:
+        """Sum seconds and tokens of both, per dialogue."""
+        return [
+            [
+                sum(statistics.median(costs[n][r][part] for r in repeats) for n in numbers)
+                for costs in (ours, base)
+                for part in (0, 1)
+            ]
+            for numbers in members
+        ]
+
+    def speedup(drawn: Sequence[int], repeats: Sequence[int]) -> float:
+        cells = sums(tuple(sorted(repeats)))
+        seconds, tokens, base_seconds, base_tokens = (
+            sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
+        )
+        return (base_seconds / base_tokens) / (seconds / tokens)
+
+    everything = range(len(members))
+    return speedup(everything, range(num_repeats)), bootstrap_interval(
+        everything, speedup, seed, num_repeats
+    )
 
 
 def count_dialogues(rows: Iterable[Mapping[str, Any]]) -> int:

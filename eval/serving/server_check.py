@@ -19,6 +19,7 @@ from eval.measure.acceptance_stats import (
     PassCounts,
     bootstrap_interval,
     compute_acceptance_lengths,
+    group_by,
 )
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
@@ -265,9 +266,7 @@ def summarise_counts(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
-    dialogues: dict[int, list[PassCounts]] = {}
-    for each in passes:
-        dialogues.setdefault(each.dialogue, []).append(each)
+    dialogues = group_by(passes, lambda each: each.dialogue)
     return {
         "acceptance_length": {
             count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within

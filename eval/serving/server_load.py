@@ -5,7 +5,6 @@ import secrets
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from data.servers.serving_engines import (
     StreamedText,
     TextRequest,
 )
-from eval.measure.acceptance_stats import Interval, bootstrap_interval, compute_percentiles_ms
+from eval.measure.acceptance_stats import bootstrap_speedup, compute_percentiles_ms
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import Prompt
 
@@ -124,12 +123,10 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
     """
     rows = {}
     for name, repeats in passes.items():
-        compared = WITHOUT in passes and name != WITHOUT
-        speedup, bounds = (
-            _compute_speedup(repeats, passes[WITHOUT], prompts, seed)
-            if compared
-            else (1.0 if name == WITHOUT else None, None)
-        )
+        speedup, bounds = (1.0 if name == WITHOUT else None), None
+        if WITHOUT in passes and name != WITHOUT:
+            costs = _list_costs(repeats), _list_costs(passes[WITHOUT])
+            speedup, bounds = bootstrap_speedup([p.dialogue for p in prompts], *costs, seed)
         rows[name] = {
             "tokens_per_s": statistics.median(
                 _count_tokens(each) / each.seconds for each in repeats
@@ -167,48 +164,10 @@ def _compute_acceptance_length(counts: Sequence[DraftCounts]) -> float | None:
     return 1 + sum(sum(each.accepted) for each in counts) / drafts if drafts else None
 
 
-def _compute_speedup(
-    ours: Sequence[LoadMeasurement],
-    base: Sequence[LoadMeasurement],
-    prompts: Sequence[Prompt],
-    seed: int,
-) -> tuple[float, Interval]:
-    """Compute the speed-up, and its 95% bootstrap interval over dialogues and repeats."""
-    dialogues: dict[int, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        dialogues.setdefault(prompt.dialogue, []).append(number)
-
-    @cache
-    def sums(repeats: tuple[int, ...]) -> list[list[float]]:
-        """Sum seconds and tokens of both per dialogue, each text at its median over repeats."""
-        return [
-            [
-                sum(statistics.median(value(each[r].texts[n]) for r in repeats) for n in numbers)
-                for each in (ours, base)
-                for value in (_get_seconds, _get_num_tokens)
-            ]
-            for numbers in dialogues.values()
-        ]
-
-    def speedup(drawn: Sequence[int], repeats: Sequence[int]) -> float:
-        cells = sums(tuple(sorted(repeats)))
-        seconds, tokens, base_seconds, base_tokens = (
-            sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
-        )
-        return (base_seconds / base_tokens) / (seconds / tokens)
-
-    everything = range(len(dialogues))
-    return speedup(everything, range(len(ours))), bootstrap_interval(
-        everything, speedup, seed, len(ours)
-    )
-
-
-def _get_seconds(text: StreamedText) -> float:
-    return text.arrivals_s[-1]
-
-
-def _get_num_tokens(text: StreamedText) -> float:
-    return text.num_tokens
+def _list_costs(repeats: Sequence[LoadMeasurement]) -> list[list[tuple[float, float]]]:
+    """List seconds and tokens of each text, a pair for each repeat."""
+    texts = zip(*(each.texts for each in repeats), strict=True)
+    return [[(each.arrivals_s[-1], each.num_tokens) for each in text] for text in texts]
 
 
 def _parse_pass(row: dict[str, Any]) -> LoadMeasurement:
