@@ -69,6 +69,7 @@ from eval.measure.measurement import (
     gather_items,
     open_jsonl_store,
     open_measurement,
+    print_notes,
     write_result,
 )
 from eval.measure.prompts import Prompt, count_thinking_tokens
@@ -87,8 +88,7 @@ def main(config: AcceptanceRun) -> None:
             if result := measure_and_report(measurement, config):
                 print_conclusion(config, result)
         return
-    if (adopted := adopt_head_target(config)) is not None:
-        Console(stderr=True).print(adopted, highlight=False, markup=False, soft_wrap=True)
+    print_notes(adopt_head_target(config))
     fill_default_paths(config, prompts=True)
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:

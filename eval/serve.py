@@ -43,7 +43,13 @@ from data.servers.http_client import Endpoint
 from data.servers.serving_engines import DraftCounts, ServingEngine
 from eval.compare.speedup_stats import build_concurrency_table
 from eval.measure.acceptance_stats import format_interval, print_acceptance_lengths
-from eval.measure.measurement import Measurement, open_jsonl_store, open_measurement, write_result
+from eval.measure.measurement import (
+    Measurement,
+    open_jsonl_store,
+    open_measurement,
+    print_notes,
+    write_result,
+)
 from eval.measure.results import format_conditions
 from eval.measure.verdict import judge_serving, print_verdict
 from eval.report.plots import plot_concurrency
@@ -122,7 +128,7 @@ def main(config: ServeRun) -> None:
     console.print(format_conditions(written), highlight=False, markup=False)
     console.print("wrote " + ", ".join(map(str, files)))
     if result["problems"]:
-        print_notice(f"differs: {'; '.join(result['problems'])}")
+        print_notes(f"differs: {'; '.join(result['problems'])}")
         sys.exit(1)
     dialogues = len({prompt.dialogue for prompt in measurement.prompts})
     if (verdict := judge_serving(result, dialogues)) is not None:
@@ -178,7 +184,7 @@ def select_sizes(config: ServeRun, measurement: Measurement) -> list[int]:
     """Return the numbers of requests in flight that do not exceed the number of prompts."""
     sizes, most = sorted(set(config.concurrency)), len(measurement.prompts)
     if left_out := [size for size in sizes if size > most]:
-        print_notice(f"concurrency={left_out}: left out, as there are {most} prompts")
+        print_notes(f"concurrency={left_out}: left out, as there are {most} prompts")
     return [size for size in sizes if size <= most]
 
 
@@ -246,11 +252,6 @@ def iter_checked_texts(
         yield replay_server_text(
             measurement, row["id"], served, row["beyond"], limit, server.within
         )
-
-
-def print_notice(line: str) -> None:
-    """Print a line to stderr."""
-    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_serve_result(result: dict[str, Any], console: Console) -> None:

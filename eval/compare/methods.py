@@ -219,20 +219,16 @@ class MethodBuilder:
         if self.config.draft.path is not None:
             makers |= self._list_draft_model_makers(self.config.draft.path, single)
 
-        def with_lookup(drafter: type[PromptLookup | NgramModel]) -> Method:
-            limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
-            return self._build_engine_method(lambda _: drafter(*limits))
-
-        def with_lookahead() -> Method:
-            limits = (lookahead.window, lookahead.level, lookahead.num_guesses)
-            return self._build_engine_method(lambda _: Lookahead(*limits))
-
+        limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
+        guesses = (lookahead.window, lookahead.level, lookahead.num_guesses)
         makers |= {
-            "prompt_lookup": partial(with_lookup, PromptLookup),
-            "ngram": partial(with_lookup, NgramModel),
-            "suffix": self._build_suffix_method,
+            "prompt_lookup": lambda: self._build_engine_method(lambda _: PromptLookup(*limits)),
+            "ngram": lambda: self._build_engine_method(lambda _: NgramModel(*limits)),
+            "suffix": lambda: self._build_remembering_method(
+                self._make_suffix_tree, lambda _, answers: self._make_suffix_drafter(answers)
+            ),
             "recycling": self._build_recycling_method,
-            "lookahead": with_lookahead,
+            "lookahead": lambda: self._build_engine_method(lambda _: Lookahead(*guesses)),
         }
         if not self.target.attention_pattern.shares_keys:
             makers["early_exit"] = self._build_early_exit_method
@@ -339,11 +335,9 @@ class MethodBuilder:
 
     def _build_draft_chain_method(self, model: Target) -> Method:
         settings = self.config.draft
-        length = DraftLength(
-            settings.num_tokens if settings.heuristic else None, settings.confidence
-        )
+        first = settings.num_tokens if settings.heuristic else None
         tree = Tree.make_chain(settings.max_tokens if settings.heuristic else settings.num_tokens)
-        return self._build_draft_model_method(model, tree, length)
+        return self._build_draft_model_method(model, tree, DraftLength(first, settings.confidence))
 
     def _build_draft_tree_method(self, model: Target) -> Method:
         paths = self.config.draft.tree
@@ -358,10 +352,8 @@ class MethodBuilder:
         self, model: Target, tree: Tree, length: DraftLength | None = None
     ) -> Method:
         def make(seeds: list[int]) -> Drafter:
-            draft_seeds = drafter_seeds(seeds)
-            return DraftModel(
-                model, tree, self.sampling, draft_seeds, length, self.target.vocab_size
-            )
+            drawn = (self.sampling, drafter_seeds(seeds))
+            return DraftModel(model, tree, *drawn, length, self.target.vocab_size)
 
         return self._build_engine_method(make, tree)
 
@@ -369,11 +361,6 @@ class MethodBuilder:
         num_tokens = self.config.draft.num_tokens
         return self._build_engine_method(
             lambda _: CrossTokenizerDrafter(model, self.target.tokenizer, num_tokens)
-        )
-
-    def _build_suffix_method(self) -> Method:
-        return self._build_remembering_method(
-            self._make_suffix_tree, lambda _, answers: self._make_suffix_drafter(answers)
         )
 
     def _build_hybrid_method(self, head: MeasuredHead) -> Method:

@@ -63,6 +63,8 @@ from heads.target_model.model import Target
 from heads.target_model.remote import RemoteTarget
 
 Item = TypeVar("Item")
+STATED_SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+"""Settings that a result repeats beside its figures."""
 NUM_SPARE = 8
 """First questions of dialogues that are not measured, for searches."""
 
@@ -151,17 +153,17 @@ def open_measurement(
     check_measurement(run, result_name)
     state = join_processes()
     if state.is_main_process:
-        _print_notes(adopted)
+        print_notes(adopted)
     with state.main_process_first():
         fill_default_paths(run, prompts=True)
     assert run.data.path is not None
     records = load_records(run.data.path, run.data)
-    _print_notes(*records.format_lines())
+    print_notes(*records.format_lines())
     refs = [HeadRef(path) for path in more_heads]
     refs = refs if run.head.path is None else [run.head, *refs]
     heads = like.heads if like else [load_measured_head(run, ref) for ref in refs]
     target = like.embeddings_and_output_head if like else _open_target(run, heads, may_use_engines)
-    _print_notes(
+    print_notes(
         *(
             f"{head.path}: its draft tree was searched on data.path itself, so the tree's figures "
             "are too good; measure on other prompts"
@@ -181,18 +183,18 @@ def open_measurement(
     if not prompts:
         raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
     if state.is_main_process:
-        _print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
+        print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
         for head in heads:
             window = head.draft_head.max_positions or max(lengths)
             if beyond := sum(length > window for length in lengths):
-                _print_notes(
+                print_notes(
                     f"{head.path}: knows {window} positions (max_position_embeddings), but "
                     f"{beyond} of {len(prompts)} texts may be longer; beyond them it drafts nothing"
                 )
         identity = identify_target(run.target, target.tokenizer, target.dtype)
         for ref in refs:
-            _print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
+            print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
     digests = [compute_prompt_digest(chosen[prompt.dialogue]) for prompt in prompts]
     trained_on = [
         compare_statements(str(ref.path), trained, digests)
@@ -201,7 +203,7 @@ def open_measurement(
     ]
     if state.is_main_process:
         for each in trained_on:
-            _print_notes(*format_training_notes(stated.to_json(), each, each["head"]))
+            print_notes(*format_training_notes(stated.to_json(), each, each["head"]))
     own_prompts = [
         prompts[i]
         for i in select_process_prompts(prompts, state.process_index, state.num_processes)
@@ -328,7 +330,7 @@ def _render_later_turns(
             fit, left_out = select_fitting_prompts(
                 run, measurement.embeddings_and_output_head, following
             )
-            _print_notes(*(f"left out: {why}" for why in left_out))
+            print_notes(*(f"left out: {why}" for why in left_out))
             latest += fit
         latest.sort(key=lambda p: p.dialogue)
         turns += latest
@@ -375,27 +377,16 @@ def open_jsonl_store(
     Raises:
         InputError: an earlier start measured with other settings, or the journal cannot be written.
     """
-    state = join_processes()
+    state, target = join_processes(), measurement.embeddings_and_output_head
     settings = {key: value for key, value in vars(run).items() if key != "out_dir"}
-    provenance = collect_provenance(
-        settings, measurement.embeddings_and_output_head.name, measurement.data
-    )
+    provenance = collect_provenance(settings, target.name, measurement.data)
     manifest: dict[str, object] = flatten_settings(
         {
             **{key: provenance[key] for key in ("config", "data", "versions", "git")},
-            "target": to_json(
-                identify_target(
-                    run.target,
-                    measurement.embeddings_and_output_head.tokenizer,
-                    measurement.embeddings_and_output_head.dtype,
-                )
-            ),
+            "target": to_json(identify_target(run.target, target.tokenizer, target.dtype)),
             "heads": [compute_weight_checksums(head.path) for head in measurement.heads],
-            "generation_config": measurement.embeddings_and_output_head.logits_processing,
-            "stop": [
-                *measurement.embeddings_and_output_head.stop_ids,
-                *measurement.embeddings_and_output_head.stop_strings,
-            ],
+            "generation_config": target.logits_processing,
+            "stop": [*target.stop_ids, *target.stop_strings],
             "device": get_device_name(),
             "torch_threads": torch.get_num_threads(),
             "num_processes": state.num_processes,
@@ -408,14 +399,14 @@ def open_jsonl_store(
     except OSError as error:
         raise InputError(f"out_dir={run.out_dir}: cannot write {folder}: {error}") from error
     if measurement.is_main_process:
-        _print_notes(
+        print_notes(
             f"{len(measurement.prompts)} prompts, answers of at most {run.max_new_tokens} tokens; "
             f"writing results to {Path(run.out_dir) / name}"
         )
-    if journal.done_ids and measurement.is_main_process:
-        Console(stderr=True).print(
-            f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
-        )
+        if journal.done_ids:
+            Console(stderr=True).print(
+                f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
+            )
     return journal
 
 
@@ -434,36 +425,24 @@ def write_result(
     run: MeasureRun, name: str, result: dict[str, Any], measurement: Measurement
 ) -> Path:
     """Write `out_dir/name` completely or not at all, with the settings that produced it."""
+    target = measurement.embeddings_and_output_head
+    origin = {**measurement.data, "version": find_dataset_revision(measurement.data["path"])}
     result = {
         **result,
         "head": run.head.path,
-        "target_identity": to_json(
-            identify_target(
-                run.target,
-                measurement.embeddings_and_output_head.tokenizer,
-                measurement.embeddings_and_output_head.dtype,
-            )
-        ),
-        "target_dtype": str(measurement.embeddings_and_output_head.dtype).removeprefix("torch."),
+        "target_identity": to_json(identify_target(run.target, target.tokenizer, target.dtype)),
+        "target_dtype": str(target.dtype).removeprefix("torch."),
         **_describe_target_layers(measurement),
         "device": get_device_name(),
         "torch_threads": torch.get_num_threads(),
-        "max_new_tokens": run.max_new_tokens,
-        "temperature": run.temperature,
-        "top_p": run.top_p,
-        "top_k": run.top_k,
-        "min_p": run.min_p,
-        "stop": list(measurement.embeddings_and_output_head.stop_strings),
+        **{name: getattr(run, name) for name in STATED_SETTINGS},
+        "stop": list(target.stop_strings),
         "ignore_eos": run.ignore_eos,
-        "generation_config": measurement.embeddings_and_output_head.logits_processing,
+        "generation_config": target.logits_processing,
         "num_turns": run.num_turns,
         "seed": run.seed,
         "tree": measurement.heads[0].describe_tree() if measurement.heads else None,
-        **collect_provenance(
-            run,
-            measurement.embeddings_and_output_head.name,
-            {**measurement.data, "version": find_dataset_revision(measurement.data["path"])},
-        ),
+        **collect_provenance(run, target.name, origin),
     }
     result["conditions"] = describe_conditions(result)
     path = Path(run.out_dir) / name
@@ -510,7 +489,8 @@ def gather_items(items: list[Item]) -> list[Item]:
     return gather_object(items) if PartialState().num_processes > 1 else items
 
 
-def _print_notes(*lines: str | None) -> None:
+def print_notes(*lines: str | None) -> None:
+    """Print lines to stderr, unwrapped; None is left out."""
     for line in lines:
         if line is not None:
             Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)

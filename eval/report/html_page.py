@@ -17,10 +17,8 @@ from markupsafe import Markup, escape
 from conf.command.run_record import flatten_settings
 from conf.files import write_atomically
 from eval.measure.acceptance_stats import format_interval
-from eval.report.plots import STEP_PARTS, compute_step_ms
+from eval.report.plots import DEEPEST, STEP_PARTS, compute_step_ms
 
-DEEPEST = 8
-"""Last depth with its own color, as only copied text reaches deeper ones often."""
 NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts", "concurrency")
 # Heading, key and format; the key with the suffix `_ci95` has the interval.
 COLUMNS = (
