@@ -178,7 +178,7 @@ def test_a_drafter_goes_on_with_some_texts() -> None:
     vocab = DraftVocab.make_full(2)
     head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"), vocab)
     head.out.weight.data = torch.eye(2)
-    drafter = ToyDrafter(head, Tree.make_chain(1), None)
+    drafter = ToyDrafter(head, Tree.make_chain(1))
     drafter.select_rows([0])  # perhaps before any was seen
     states = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     drafter.observe(
