@@ -42,7 +42,12 @@ from eval.measure.acceptance_stats import (
     select_tree_figures,
 )
 from eval.measure.data_statement import format_training_notes
-from eval.measure.results import GOLDEN, format_conditions, format_golden_lengths
+from eval.measure.results import (
+    GOLDEN,
+    build_markdown_table,
+    format_conditions,
+    format_golden_lengths,
+)
 from eval.report.plots import plot_comparison, plot_reported
 
 # Facts that must agree before two rows can be compared.
@@ -122,12 +127,6 @@ def _build_fingerprint(result: dict[str, Any]) -> dict[str, Any]:
         "data.sha256": data.get("sha256"),
         "data.chat_template_kwargs": rendered,
     }
-
-
-def build_markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Build a Markdown table of cells; the first line is the header."""
-    header, *others = (f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n".join([header, "|---" * len(lines[0]) + "|", *others])
 
 
 def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:

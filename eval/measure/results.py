@@ -32,6 +32,15 @@ SIMULATED = (
 )
 
 
+def build_markdown_table(lines: Sequence[Sequence[Any]]) -> str:
+    """Build a Markdown table, its header first; bars and line breaks of cells are escaped."""
+    header, *others = (
+        "| " + " | ".join(str(c).replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+        for cells in lines
+    )
+    return "\n".join([header, "|---" * len(lines[0]) + "|", *others])
+
+
 def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None]:
     """Describe the conditions that figures of acceptance depend on, besides target and head.
 

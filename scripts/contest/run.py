@@ -65,6 +65,7 @@ from conf.settings.scripts import ContestPart
 from conf.settings.target import TargetConfig
 from data.embedded import fill_default_paths
 from eval.measure.acceptance_stats import compare_tau, format_interval
+from eval.measure.results import build_markdown_table
 from eval.preflight_checks import check_methods
 from heads.folders import PROVENANCE, write_folder
 from heads.kinds import HEADS, build_variant_table
@@ -386,13 +387,13 @@ def write_report(ways: dict[str, dict[str, str]], out_dir: Path, num_steps: int)
     text = (
         f"{verdict}\n\n**Speed**: tokens/s, prompts included, and the speed-up over the faster "
         "loop that drafts nothing (95% interval)\n\n"
-        f"{compare.build_markdown_table(build_speed_rows(figures))}\n"
+        f"{build_markdown_table(build_speed_rows(figures))}\n"
     )
     if len(order) > 1:
         heads = compare.load_results([str(out_dir / "acceptance" / name) for name in order])
         text += (
             "\n**Acceptance**: replayed over the target's own texts; differences prompt by prompt"
-            f"\n\n{compare.build_markdown_table(compare.build_acceptance_rows(heads))}\n"
+            f"\n\n{build_markdown_table(compare.build_acceptance_rows(heads))}\n"
         )
     content = {"winner": label, "method": method, "verdict": verdict, "methods": figures}
     content["steps"] = dict.fromkeys(ways, num_steps)

@@ -12,7 +12,7 @@ from conf.files import find_local_path, split_gguf_path
 from data.rows.data_files import DATA_ENDINGS
 from eval.measure.acceptance_stats import format_interval
 from eval.measure.data_statement import format_training_notes
-from eval.measure.results import format_conditions
+from eval.measure.results import build_markdown_table, format_conditions
 from heads.draft_head import HeadFacts, get_head_settings
 from heads.export.writer import format_template_note, format_vllm_command
 
@@ -245,8 +245,8 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
     return [
         summary,
         *condition_lines,
-        build_markdown_table(header, rows),
-        build_markdown_table(by_depth, depths),
+        build_markdown_table([header, *rows]),
+        build_markdown_table([by_depth, *depths]),
     ]
 
 
@@ -287,7 +287,7 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
     parts = [
         summary,
         *_format_training_notes(speedup),
-        build_markdown_table(["method", "tau", "tokens/s", "speed-up", "efficiency"], rows),
+        build_markdown_table([["method", "tau", "tokens/s", "speed-up", "efficiency"], *rows]),
     ]
     lossless = speedup["lossless"]
     if lossless is not None:  # sampled texts are not compared
@@ -346,7 +346,7 @@ def _format_exports(facts: CardFacts) -> str:
     return "\n\n".join(
         [
             intro,
-            build_markdown_table(["format", "where", "loaders read", "parity"], rows),
+            build_markdown_table([["format", "where", "loaders read", "parity"], *rows]),
             parity,
             *commands,
         ]
@@ -369,7 +369,7 @@ def _format_training(facts: CardFacts) -> str:
     ]
     rows += [["seed", config["seed"]]] if "seed" in config else []
     if rows:
-        table = build_markdown_table(["setting", "value"], rows)
+        table = build_markdown_table([["setting", "value"], *rows])
         parts.append(f"<details><summary>{len(rows)} settings</summary>\n\n{table}\n\n</details>")
     parts.append(format_template_note(provenance))
     about = provenance.get("about_head")
@@ -395,12 +395,3 @@ def _data_text(data: dict[str, Any]) -> str:
     form = f", form {data['form']}" if data.get("form") else ""
     digest = f", sha256 `{data['sha256']}`" if data.get("sha256") else ""
     return f"Data: `{name}`, {count}{form}{digest}."
-
-
-def build_markdown_table(header: list[str], rows: list[list[Any]]) -> str:
-    """Build a Markdown table; bars and line breaks inside cells are escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
-        for line in lines
-    )
