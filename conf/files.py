@@ -121,6 +121,17 @@ def check_out_dir(out_dir: str) -> None:
         ) from None
 
 
+def check_empty_folder(out_dir: str) -> None:
+    """Refuse an `out_dir` that is a file, or a folder with files.
+
+    Raises:
+        InputError: names the folder.
+    """
+    path = Path(out_dir)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"out_dir={out_dir}: is not an empty folder; choose another folder")
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, with its parents, unless it exists.
 

@@ -11,8 +11,76 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
+from conf.errors import InputError
+from conf.files import find_local_path, load_json, split_gguf_path
+from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
-from scripts.preflight_checks import SOURCE, check_export, name_head
+from eval.preflight_checks import check_inputs
+from heads.folders import PROVENANCE, locate_head
+
+SOURCE = "exported_from"
+"""Key of an export's `headsmith.json`: the head's absolute path or Hub id."""
+
+
+def check_export(config: ExportRun) -> None:
+    """Refuse to overwrite anything but the same export, and a missing head or vocabulary.
+
+    Raises:
+        InputError: names the setting and its allowed values.
+    """
+    if config.head.path is None:
+        raise InputError("head.path is unset; type a folder with a trained head, or a Hub id")
+    check_export_folder(Path(config.out_dir), config.format.value, name_head(config.head))
+    words = config.tokenizer_gguf
+    if words is not None and config.format is not ExportFormat.llamacpp:
+        raise InputError(
+            f"tokenizer_gguf={words}: format={config.format.value} has no place for it; leave "
+            "tokenizer_gguf unset, or set format=llamacpp"
+        )
+    if words is not None and not Path(words).expanduser().is_file():
+        raise InputError(f"tokenizer_gguf={words}: no such file; name a GGUF file")
+    check_inputs(config)
+
+
+def name_head(head: HeadRef) -> str:
+    """Name a head for the record of its exports: its absolute path, or its Hub id."""
+    local = find_local_path("head.path", str(head.path))
+    return str(head.path) if local is None else str(local.absolute())
+
+
+def check_export_folder(folder: Path, engine: str, head: str) -> None:
+    """Refuse a folder that holds anything but an earlier export of the same head and format.
+
+    Args:
+        folder: folder to write.
+        engine: format to write.
+        head: `name_head` of the head.
+
+    Raises:
+        InputError: names what is found.
+    """
+    if not folder.is_dir():
+        return
+    there = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    if not there:
+        return
+    remedy = "name another out_dir, or move the folder away"
+    made = load_json(folder / PROVENANCE) or {}
+    record = made.get("export") or {}
+    known = record.get("files", [])
+    unknown = [name for p in there if (name := p.relative_to(folder).as_posix()) not in known]
+    if unknown:
+        raise InputError(
+            f"out_dir={folder}: holds files that no export wrote there: {', '.join(unknown[:3])}"
+            f"{', ...' if len(unknown) > 3 else ''}; {remedy}"
+        )
+    found = {"format": record.get("format"), "head": made.get(SOURCE)}
+    if found != {"format": engine, "head": head}:
+        raise InputError(
+            f"out_dir={folder}: holds the export of head.path={found['head']} for "
+            f"format={found['format']}, which stays; {remedy}"
+        )
+
 
 COMMAND = Command(__doc__, ExportRun, "export", check=check_export)
 if __name__ == "__main__":
@@ -20,8 +88,6 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.errors import InputError
-from conf.files import load_json, split_gguf_path
 from data.embedded import TARGET_PATH, is_embedded
 from eval.parity.parity_check import check_parity
 from heads.draft_head import UNKNOWN
@@ -33,7 +99,6 @@ from heads.export.writer import (
     find_target_problem,
     format_version_limit,
 )
-from heads.folders import PROVENANCE, locate_head
 from heads.gguf_target import load_gguf_target
 from heads.kinds import load_local_head
 from heads.target_model.identity import format_target_change, identify_target

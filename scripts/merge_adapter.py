@@ -9,8 +9,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
+from conf.errors import InputError
+from conf.files import check_empty_folder
 from conf.settings.export import MergeAdapterRun
-from scripts.preflight_checks import check_merge
+from conf.settings.target import Dtype, Quantization
+from eval.preflight_checks import check_inputs
+
+
+def check_merge(config: MergeAdapterRun) -> None:
+    """Refuse a target without an adapter, a quantised target, and an `out_dir` with files.
+
+    Raises:
+        InputError: names the setting and its allowed values.
+    """
+    for name in ("path", "adapter"):
+        if getattr(config.target, name) is None:
+            raise InputError(f"target.{name} is unset; name a folder or Hub id to merge")
+    if config.target.quantization is not Quantization.none:
+        raise InputError(
+            f"target.quantization={config.target.quantization.value}: merged weights are not "
+            "quantised; leave target.quantization unset"
+        )
+    check_empty_folder(config.out_dir)
+    check_inputs(config)
+
 
 COMMAND = Command(__doc__, MergeAdapterRun, "merge_adapter", check=check_merge)
 if __name__ == "__main__":
@@ -18,7 +40,6 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.settings.target import Dtype
 from heads.folders import write_folder
 from heads.mtp.checkpoint import has_mtp_layer
 from heads.target_model.adapter import apply_adapter, merge_into_weights

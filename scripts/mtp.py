@@ -14,8 +14,36 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
+from conf.errors import InputError
+from conf.files import check_empty_folder
 from conf.settings.export import MtpAction, MtpFilesRun
-from scripts.preflight_checks import check_mtp
+from heads.folders import check_head_files, check_target_files
+
+
+def check_mtp(config: MtpFilesRun) -> None:
+    """Refuse to overwrite anything, and missing folders.
+
+    Raises:
+        InputError: names the setting and its allowed values.
+    """
+    stitches = config.action is MtpAction.stitch
+    if config.target.path is None:
+        raise InputError("target.path is unset; type the folder of a model")
+    if stitches is (config.head.path is None):
+        raise InputError(
+            f"action={config.action.value}, head.path={config.head.path}: only stitch takes a "
+            "head.path, and needs one; for check and extract leave it unset"
+        )
+    if stitches and not Path(config.target.path).is_dir():
+        raise InputError(
+            f"target.path={config.target.path}: stitch needs a folder; run hf download "
+            f"{config.target.path} --local-dir DIR"
+        )
+    if config.action is not MtpAction.check:
+        check_empty_folder(config.out_dir)
+    check_target_files(config.target)
+    check_head_files(config.head, None)
+
 
 COMMAND = Command(__doc__, MtpFilesRun, "mtp_files", check=check_mtp)
 if __name__ == "__main__":
@@ -28,7 +56,6 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from conf.errors import InputError
 from heads.folders import find_head_gguf, find_weight_files, locate_head
 from heads.mtp.checkpoint import (
     count_declared_layers,

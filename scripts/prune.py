@@ -10,8 +10,28 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
+from conf.errors import InputError
+from conf.files import check_empty_folder, load_json, write_atomically
 from conf.settings.scripts import PruneRun
-from scripts.preflight_checks import check_prune
+from eval.preflight_checks import check_inputs
+
+
+def check_prune(config: PruneRun) -> None:
+    """Refuse a run without a head or sizes, missing data, and an earlier result.
+
+    Raises:
+        InputError: names the setting and its allowed values.
+    """
+    if config.head.path is None:
+        raise InputError("head.path is unset; type a folder with a trained head, or a Hub id")
+    if not config.sizes and not config.ranks:
+        raise InputError(
+            "sizes=[]: names nothing to do; type how many ids pruned heads draft, e.g. "
+            "sizes=[8192,16384], or set ranks"
+        )
+    check_empty_folder(config.out_dir)
+    check_inputs(config)
+
 
 COMMAND = Command(__doc__, PruneRun, "prune", check=check_prune)
 if __name__ == "__main__":
@@ -28,8 +48,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from conf.command.run_record import collect_provenance
-from conf.errors import InputError
-from conf.files import load_json, write_atomically
 from data.embedded import fill_default_paths
 from data.features.store_format import HIDDEN_STATES
 from data.prepared.packing import PackedDataset

@@ -14,20 +14,70 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
 from conf.command.run_record import collect_changed_settings, print_next_command
-from conf.settings.export import PushRun
-from scripts.preflight_checks import check_push
+from conf.errors import InputError
+from conf.files import HUB_ID, check_empty_folder, load_json, split_gguf_path
+from conf.settings.export import HubLayout, PushRun
+from heads.folders import PROVENANCE, check_head_files
+
+
+def check_push(config: PushRun) -> None:
+    """Refuse an invalid Hub name, a head that is no folder, and an `out_dir` that is not empty.
+
+    Raises:
+        InputError: names the setting and its allowed values.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    form = f"repo_id={config.repo_id}: must be user/name"
+    if config.repo_id.count("/") != 1:
+        raise InputError(form)
+    try:
+        validate_repo_id(config.repo_id)
+    except HFValidationError as error:
+        raise InputError(f"{form}: {error}") from error
+    base = config.base_model
+    if base is not None:
+        repo_id = (split_gguf_path(base) or (base, ""))[0]
+        if repo_id.count("/") != 1 or not HUB_ID.fullmatch(repo_id):
+            raise InputError(
+                f"base_model={base}: must be the target's Hub id, owner/name; a local folder means "
+                "nothing to others"
+            )
+    if config.dry_run:
+        check_empty_folder(config.out_dir)
+    if config.measured is not None and not Path(config.measured).is_dir():
+        raise InputError(
+            f"measured={config.measured}: no such folder; name a folder with acceptance.json or "
+            "speedup.json"
+        )
+    for folder in config.comparisons:
+        if not (Path(folder) / "comparison.md").is_file():
+            raise InputError(
+                f"comparisons={folder}: has no comparison.md; name a folder that "
+                "scripts/compare.py wrote"
+            )
+    if config.head.path is None:
+        raise InputError("head.path is unset; name the folder of a trained head")
+    if config.head.layers is not None:
+        raise InputError(
+            f"head.layers={config.head.layers}: a head is published unchanged; leave head.layers "
+            "unset, and correct eagle_aux_hidden_state_layer_ids in the head's config.json"
+        )
+    if not Path(config.head.path).expanduser().is_dir():
+        raise InputError(
+            f"head.path={config.head.path}: no such folder; name a trained head (training writes "
+            "out_dir/head)"
+        )
+    check_head_files(config.head, None)
+
 
 COMMAND = Command(__doc__, PushRun, "push", check=check_push)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-
-from conf.errors import InputError
-from conf.files import load_json
-from conf.settings.export import HubLayout
 from data.embedded import is_embedded
 from heads.draft_head import DraftHead
-from heads.folders import PROVENANCE
 from heads.kinds import load_head
 from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
 from scripts.publish.model_card import (

@@ -9,13 +9,39 @@ name, and `GET /health`.
 """
 
 import sys
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
+from conf.errors import InputError
 from conf.settings.scripts import RelayRun
-from scripts.preflight_checks import check_relay
+
+
+def check_relay(config: RelayRun) -> None:
+    """Refuse to answer other machines without a token.
+
+    Raises:
+        InputError: the variable is unset, or its value cannot be sent.
+    """
+    from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
+
+    if find_relay_token() is None and not is_loopback(config.host):
+        raise InputError(
+            f"host={config.host}: other machines can reach it, so a token is needed; run export "
+            f"{RELAY_TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and set the same value where "
+            "trainers run"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach an address or name."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
 
 COMMAND = Command(__doc__, RelayRun, "relay", check=check_relay)
 if __name__ == "__main__":
@@ -31,11 +57,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from conf.errors import InputError
 from conf.files import make_folder
 from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
 from data.servers.state_files import (

@@ -318,5 +318,5 @@ def test_settings_that_say_nothing_are_refused(tmp_path: Path) -> None:
         run(MtpAction.stitch, folder, tmp_path / "whole")
     with pytest.raises(InputError, match="for check and extract leave it unset"):
         run(MtpAction.check, folder, tmp_path / "whole", folder)
-    with pytest.raises(InputError, match="is not empty; choose another"):
+    with pytest.raises(InputError, match="is not an empty folder; choose another"):
         run(MtpAction.extract, folder, tmp_path)

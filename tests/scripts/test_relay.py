@@ -27,8 +27,7 @@ from data.servers import state_files as relay_client
 from data.servers.http_client import RELAY_TOKEN_VARIABLE
 from data.servers.state_files import HiddenStatesError, RelayFiles, make_lock_path
 from scripts import relay as relay_script
-from scripts.preflight_checks import check_relay
-from scripts.relay import RelayServer
+from scripts.relay import RelayServer, check_relay
 from tests.servers import relaying
 
 IDS = [7, 5, 6]
