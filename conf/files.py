@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -245,58 +245,52 @@ class HeldLock:
         self.release()
 
 
-class LockWatch:
-    """Attempts to take a lock that another process may hold.
+def try_lock(path: Path) -> Iterator[HeldLock | tuple[LockOwner, bool]]:
+    """Try to take a lock that another process may hold, once for each item that is asked for.
 
-    Attributes:
-        path: path of the lock file.
-        owner: owner at the last look, if any.
-        is_alive: whether the owner lives; None until a process of another machine has given a sign.
+    The lock of a dead owner is taken over.
+
+    Yields:
+        The lock, at last. Before that, the owner at this look, and whether it is known to live:
+        False until a process of another machine has given a sign.
+
+    Raises:
+        OSError: the lock file cannot be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.owner: LockOwner | None = None
-        self.is_alive: bool | None = None
-        self._since = 0.0
-
-    def try_lock(self) -> HeldLock | None:
-        """Take the lock if it is free or its owner is dead; otherwise look at the owner.
-
-        Raises:
-            OSError: the lock file cannot be written.
-        """
-        text = (
-            f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} "
-            f"{_find_process_start(os.getpid())} {_find_machine()}"
-        )
-        while True:
-            with suppress(FileExistsError), self.path.open("x") as file:
+    text = (
+        f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex} "
+        f"{_find_process_start(os.getpid())} {_find_machine()}"
+    )
+    known, since, lives = None, 0.0, False
+    while True:
+        with suppress(FileExistsError):
+            with path.open("x") as file:
                 file.write(text)
-                return HeldLock(self.path, text)
-            owner, now = find_lock_owner(self.path), time.monotonic()
-            if owner is None:
-                continue
-            alive = owner.is_alive()
-            if owner != self.owner:
-                # Clocks of machines differ, so the stamp only has to move, as seen from here.
-                alive = True if alive is None and self.owner is not None else alive
-                self.owner, self._since, self.is_alive = owner, now, alive
-            if alive is None and now - self._since > STALE_S:
-                alive = False
-            if alive is not False:
-                return None
-            self._remove_dead(owner)
+            yield HeldLock(path, text)
+            return
+        owner, now = find_lock_owner(path), time.monotonic()
+        if owner is None:
+            continue
+        alive = owner.is_alive()
+        if owner != known:
+            # Clocks of machines differ, so the stamp only has to move, as seen from here.
+            alive = True if alive is None and known is not None else alive
+            known, since, lives = owner, now, bool(alive)
+        if alive is False or (alive is None and now - since > STALE_S):
+            _remove_dead(path, owner)
+        else:
+            yield owner, lives
 
-    def _remove_dead(self, owner: LockOwner) -> None:
-        """Remove the lock of a dead owner, unless another process has taken it over meanwhile."""
-        aside = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}.tmp")
-        with suppress(FileNotFoundError):
-            self.path.rename(aside)
-            if aside.read_text() == owner.text:
-                aside.unlink()
-            else:
-                aside.replace(self.path)
+
+def _remove_dead(path: Path, owner: LockOwner) -> None:
+    """Remove the lock of a dead owner, unless another process has taken it over meanwhile."""
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+        if aside.read_text() == owner.text:
+            aside.unlink()
+        else:
+            aside.replace(path)
 
 
 def find_lock_owner(path: Path) -> LockOwner | None:
@@ -323,18 +317,19 @@ def lock_file(path: Path) -> HeldLock:
     Raises:
         InputError: another process holds the lock, or the file cannot be written.
     """
-    watch = LockWatch(path)
     try:
-        while (lock := watch.try_lock()) is None:
-            assert watch.owner is not None
-            if watch.is_alive:
-                raise make_lock_error(path, watch.owner)
+        for found in try_lock(path):
+            if isinstance(found, HeldLock):
+                return found
+            owner, lives = found
+            if lives:
+                raise make_lock_error(path, owner)
             time.sleep(POLL_S)
     except OSError as error:
         raise InputError(
             f"{path}: cannot be written: {error.strerror}; name another folder"
         ) from error
-    return lock
+    raise AssertionError
 
 
 def _find_process_start(pid: str | int) -> str:

@@ -37,8 +37,9 @@ from conf.files import (
     POLL_S,
     READ_BYTES,
     SAFETENSORS_SUFFIX,
-    LockWatch,
+    HeldLock,
     cache_dir,
+    try_lock,
     write_atomically,
 )
 from conf.settings.data import Form, OnBadRow, PackedConfig
@@ -387,14 +388,14 @@ def hold_lock(
     Raises:
         OSError: the folder cannot be written.
     """
-    watch, reported = LockWatch(path), False
-    while (lock := watch.try_lock()) is None:
+    for number, found in enumerate(try_lock(path)):
+        if isinstance(found, HeldLock):
+            with found:
+                yield True
+            return
         if ready():
             yield False
             return
-        if not reported and watch.owner is not None:
-            reported = True
-            report_waiting(str(watch.owner))
+        if number == 0:
+            report_waiting(str(found[0]))
         time.sleep(POLL_S)
-    with lock:
-        yield True
