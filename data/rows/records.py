@@ -346,14 +346,8 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
     if spec.parse is not None:
         refuse_media(fields)
         conversation = Conversation(_pop_first(fields, SYSTEM_TEXTS, _parse_system_prompt))
-        record = replace(
-            record,
-            tools=_pop_first(fields, TOOLS, parse_tools),
-            template_kwargs=_pop_first(
-                fields, TEMPLATE_KWARGS, partial(parse_object, allowed="an object")
-            )
-            or {},
-        )
+        tools = _pop_first(fields, TOOLS, parse_tools)
+        kwargs = _pop_first(fields, TEMPLATE_KWARGS, partial(parse_object, allowed="an object"))
         spec.parse(fields, key, conversation)
         _refuse_rendered_messages(conversation, key)
         if all(message["role"] in SYSTEM for message in conversation.messages):
@@ -364,6 +358,8 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
             raise MalformedRowError(key, problem, allowed)
         record = replace(
             record,
+            tools=tools,
+            template_kwargs=kwargs or {},
             messages=conversation.messages,
             unlearnt_messages=_pop_unlearnt_messages(fields, conversation),
             truncated_messages=_pop_cut_off_messages(fields, conversation),

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import quote, urlsplit
@@ -398,17 +399,7 @@ def extract_states(tensors: dict[str, Tensor], token_ids: list[int], path: Path)
     return tensors["hidden_states"]
 
 
-class Readable(Protocol):
-    """File or HTTP body to read from."""
-
-    def read(self, size: int, /) -> bytes | None:
-        """Read up to `size` bytes."""
-
-    def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the start of a buffer and return the number of bytes; 0 at the end."""
-
-
-def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
+def load_safetensors(file: RawIOBase | BufferedIOBase, size: int) -> dict[str, Tensor]:
     """Read a safetensors file into one buffer, which its tensors share.
 
     Args:
@@ -435,7 +426,7 @@ def load_safetensors(file: Readable, size: int) -> dict[str, Tensor]:
 
 
 def _parse_header(
-    file: Readable, size: int
+    file: RawIOBase | BufferedIOBase, size: int
 ) -> tuple[int, dict[str, tuple[torch.dtype, torch.Size, int]]]:
     """Parse the header of a safetensors file.
 
