@@ -125,10 +125,6 @@ class BlockHeadConfig:
         """Select the draft vocabulary: `vocab` with an own output head, otherwise all ids."""
         return vocab if self.own_output_head else DraftVocab.make_full(vocab.size)
 
-    def count_rows(self, depth: int) -> int:
-        """Count the rows of a block that drafts `depth` tokens."""
-        return depth + self.first_row
-
 
 class BlockLayer(nn.Module):
     """Decoder layer of a block drafter: Qwen3's, with keys and values from the hidden states.
@@ -326,8 +322,8 @@ class BlockHead(FeatureHead):
         self, first: Tensor, end: Tensor, depth: int, host: tuple[Tensor, Tensor] | None = None
     ) -> BlockRange:
         """Make the range of blocks that draft `depth` tokens; arguments as in `BlockRange`."""
-        size = self.config.count_rows(depth)
-        return BlockRange(first, end, size, self.config.causal, self.config.window, host)
+        num_rows = depth + self.config.first_row
+        return BlockRange(first, end, num_rows, self.config.causal, self.config.window, host)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         """Scale logits [..., W] of the output head's rows as the head's file says.

@@ -222,8 +222,14 @@ class DFlash2Head(BlockHead):
                 f"head.conv_group_size={group}: must divide the hidden size {hidden} of "
                 f"target.path={target.name}"
             )
-        sizes = {name: getattr(settings, name) for name in SIZES}
-        config = DFlash2HeadConfig(**vars(block_config), **sizes, **build_scale_settings(target))
+        projection = target.projection
+        config = DFlash2HeadConfig(
+            **vars(block_config),
+            **{name: getattr(settings, name) for name in SIZES},
+            # The target's own scalings, which engines omit.
+            output_multiplier=projection.scale,
+            final_logit_softcapping=projection.cap or 0.0,
+        )
         return cls(config, block_config.select_draft_vocab(vocab)).initialise(target, seed)
 
     def make_layer(self) -> BlockLayer:
@@ -303,12 +309,3 @@ class DFlash2Head(BlockHead):
                 f"head has {hidden} for {top_k}"
             )
         return super().find_export_problem(engine)
-
-
-def build_scale_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
-    """Build the keys of a new head: the target's own scalings, which engines omit."""
-    projection = target.projection
-    return {
-        "output_multiplier": projection.scale,
-        "final_logit_softcapping": projection.cap or 0.0,
-    }

@@ -213,7 +213,10 @@ def build_gguf_files(head: Any, prefix: str) -> HeadFiles:
     metadata[MASK] = Value.from_content(config.mask_token_id)
     names = _map_tensor_names(llama.num_hidden_layers)
     tensors = {names[name]: each for name, each in files.tensors.items() if name in names}
-    added = _copy_output_head(head)
+    added: dict[str, Tensor] = {}
+    if head.embed_tokens is not None and head.lm_head is None:
+        # llama.cpp would otherwise draft with the embedding as output head.
+        added["output.weight"] = head.target.output_head.weight.to(head.dtype, copy=True)
     if MARKOV in tensors and CONFIDENCE in tensors:
         # A confidence head that does not read the previous token gets a weight of zero for it.
         width = llama.hidden_size + tensors[MARKOV].shape[1]
@@ -222,16 +225,6 @@ def build_gguf_files(head: Any, prefix: str) -> HeadFiles:
     name = weights_name(prefix, head.target_name, head.dtype)
     file_tensors = make_file_tensors(tensors | added, head.vocab, llama)
     return HeadFiles(metadata, name, file_tensors, sorted(added), list(config.layers))
-
-
-def _copy_output_head(head: Any) -> dict[str, Tensor]:
-    """Copy the target's output head, if the file holds an embedding.
-
-    llama.cpp would otherwise draft with that embedding as output head.
-    """
-    if head.embed_tokens is None or head.lm_head is not None:
-        return {}
-    return {"output.weight": head.target.output_head.weight.to(head.dtype, copy=True)}
 
 
 def _map_tensor_names(num_layers: int) -> dict[str, str]:

@@ -216,7 +216,10 @@ def _add_layer_to_config(
     places = ((at, key) for at in (text, changed) for key in family.counts if key in at)
     section, key = next(places, (text, family.counts[0]))
     section[key] = section.get(key) or 1
-    add_unquantized_modules(changed.get("quantization_config") or {}, find_matrix_modules(shapes))
+    quantisation = changed.get("quantization_config") or {}
+    for name, missing in find_unlisted_modules(quantisation, find_matrix_modules(shapes)).items():
+        # Without a list, readers skip the output head.
+        quantisation[name] = [*(quantisation.get(name) or ["lm_head"]), *missing]
     return changed
 
 
@@ -249,13 +252,6 @@ def find_unlisted_modules(
         for key, listed in (lists or {usual: []}).items()
     }
     return {key: names for key, names in missing.items() if names}
-
-
-def add_unquantized_modules(quantisation: dict[str, Any], modules: Iterable[str]) -> None:
-    """Add modules to the skip lists of a `quantization_config`, in place."""
-    for key, missing in find_unlisted_modules(quantisation, modules).items():
-        # Without a list, readers skip the output head.
-        quantisation[key] = [*(quantisation.get(key) or ["lm_head"]), *missing]
 
 
 def _is_match(entry: str, module: str) -> bool:

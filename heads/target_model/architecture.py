@@ -293,6 +293,8 @@ class AttentionPattern:
     ) -> Masks | None:
         """Build additive masks [B, 1, Q, S], by type of layer if there are several types.
 
+        A mask is 0 for visible tokens and the least number elsewhere.
+
         Args:
             allowed: [B, Q, S] bool, True for visible tokens; windows and chunks are added.
             query_positions: [B, Q] int64.
@@ -304,7 +306,9 @@ class AttentionPattern:
             window = self.window if layer_type == SLIDING else None
             chunk = self.chunk if layer_type == CHUNKED else None
             seen = restrict_visibility(allowed, query_positions, key_positions, window, chunk)
-            return build_additive_mask(seen, dtype)
+            # Boolean masks would be silently wrong in eager attention.
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            return mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
 
         types = {name for name in self._attention_types if name in (FULL, SLIDING, CHUNKED)}
         masks: dict[str, Tensor | None] = {name: build_mask(name) for name in types}
@@ -333,15 +337,6 @@ def restrict_visibility(
     if chunk is not None:
         allowed = allowed & (queries // chunk == keys // chunk)
     return allowed
-
-
-def build_additive_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Build a mask [B, 1, Q, S] with 0 for visible tokens and the least number elsewhere.
-
-    Boolean masks would be silently wrong in eager attention.
-    """
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def _make_refusal(config: Any, name: str, reason: str) -> InputError:
