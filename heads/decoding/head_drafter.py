@@ -13,13 +13,13 @@ Letters: B texts, D depth, w nodes of a depth, M expanded nodes, V vocabulary, W
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, final
+from typing import Any, ClassVar, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
 from heads.decoding.cache import CacheSlots, SlotBuffer
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.devices import to_device
@@ -156,24 +156,11 @@ class ExpandedTree(NamedTuple):
     parents: Tensor
 
 
-class DynamicDrafter(Drafter, Protocol):
-    """Drafter whose trees have another shape for every text.
-
-    Attributes:
-        has_nested_trees: whether every tree begins with the tree of a smaller depth.
-    """
-
-    has_nested_trees: bool
-
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand all nodes below the roots."""
-
-
 class DynamicTreeDrafter(HeadDrafter):
     """Drafter of trees of the likeliest expanded nodes.
 
     Attributes:
-        has_nested_trees: see `heads.decoding.drafting.DynamicDrafter`.
+        has_nested_trees: whether every tree begins with the tree of a smaller depth.
     """
 
     has_nested_trees: ClassVar[bool] = True
@@ -184,7 +171,7 @@ class DynamicTreeDrafter(HeadDrafter):
 
     @abstractmethod
     def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand all nodes below the roots. See `DynamicDrafter`."""
+        """Expand all nodes below the roots."""
 
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of at most `num_tokens` nodes below the roots."""
