@@ -24,11 +24,10 @@ from train.batch.batch import (
     collect_states,
     gather_labels,
 )
-from train.loop import memory
 from train.loss.divergences import Softmax
 from train.loss.fused_linear import LowRank, RowLosses, Student, compute_fused_loss
 from train.loss.teachers import TextTeacher
-from train.objective import DIVISORS, LaunchSpec, MemoryEstimate
+from train.objective import DIVISORS, PIECES_OF_TEACHER, LaunchSpec, SavedRows
 from train.step_objective import StepObjective
 
 CONTEXT_STARTS, CONTEXT_ENDS = "first_tokens", "block_places"
@@ -50,46 +49,19 @@ class BlockObjective(StepObjective):
             f"draft tokens), mask token {shape.mask_token_id}"
         )
 
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """Estimate the bytes of training, counted with `torch.autograd.graph.saved_tensors_hooks`.
-
-        Per row and layer: 4 I e in the MLP; 8 + 2 e bytes of each of Q and K in the attention
-        (projected, normed, rotated); 16 + 2 e of width H for float32 norms, their output and the
-        residual stream. Per text token and layer: (8 + 2 e) K, 8 + e of width H, and the input of
-        `fc`. Per row and token of a sequence: e once, for the mask. Per draft token: H in float32
-        in the last norm, and 3 H e for the output, the loss's row and its gradient.
-        """
-        head, settings, tokens, e = self.head, self.config, setting.tokens, setting.dtype.itemsize
-        llama, attention = head.config.llama, head.layers[0].self_attn
-        hidden, inner = llama.hidden_size, llama.intermediate_size
-        query, keys = attention.q_proj.out_features, attention.k_proj.out_features
-        blocks = min(tokens, settings.num_anchors * setting.train.micro_batch_size)
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows:
+        """Count the rows that training holds, with the mask of block rows by tokens."""
+        head, tokens, micro = self.head, setting.tokens, setting.train.micro_batch_size
+        blocks = min(tokens, self.config.num_anchors * micro)
         rows, drafts = (blocks * n for n in (head.config.block_size, head.config.num_draft_tokens))
-        a_row = 4 * e * inner + (8 + 2 * e) * (query + keys) + (16 + 2 * e) * hidden
-        a_token, text = (8 + 2 * e) * keys, (8 + e) * hidden + e * head.fc.in_features
-        kept = len(head.layers) * (rows * a_row + tokens * a_token) + tokens * text
-        kept += rows * tokens // setting.train.micro_batch_size * e
-        kept += drafts * hidden * (memory.FLOAT32_BYTES + 3 * e) + self.estimate_extra_kept_bytes(
-            blocks, e
-        )
-        one = head.make_projection().weight.shape[0], hidden
+        kept: dict[str, float] = {
+            "normed layer": len(head.layers) * rows, "normed keys": len(head.layers) * tokens,
+            "features": tokens, "state": tokens + 3 * drafts, "float32 state": 2 * tokens + drafts,
+            "number": rows * tokens // micro,
+        }  # fmt: skip
         # The gradient of a text loss overwrites q.
-        pieces = memory.PIECES_OF_TEACHER - (settings.text_weight > 0)
-        loss = memory.estimate_loss_bytes(setting, drafts, one, pieces)
-        loss += memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
-        loss = max(loss, memory.estimate_teacher_peak_bytes(setting, tokens, self.target, one[0]))
-        backward = 2 * memory.FLOAT32_BYTES * rows * hidden + 3 * rows * inner * e
-        return MemoryEstimate(memory.estimate_copied_bytes(head, setting), kept, loss, backward)
-
-    def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
-        """Estimate the further bytes that a kind of head keeps for the backward pass.
-
-        Args:
-            blocks: number of blocks.
-            itemsize: bytes of a number in `train.dtype`.
-        """
-        del blocks, itemsize
-        return 0
+        pieces = PIECES_OF_TEACHER - (self.config.text_weight > 0)
+        return SavedRows(kept, drafts, 0, 2 * rows, rows, pieces, is_teacher_widest=True)
 
     def index_batch(self, batch: Batch) -> Batch:
         """Add documents, anchors and the supervision of their blocks to a batch on the CPU."""

@@ -22,6 +22,7 @@ from heads.blocks.dflash2 import DFlash2Head
 from train.batch.batch import STEP_TARGETS, Batch, StepTargets, gather_labels
 from train.block_objective import BlockObjective
 from train.loop import command
+from train.objective import LaunchSpec, SavedRows
 
 ROWS_PER_CHUNK = 1024
 
@@ -32,20 +33,18 @@ class DFlash2Objective(BlockObjective):
     head: DFlash2Head
     config: DFlash2Config
 
-    def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
-        """Estimate the bytes that the convolutions and the selector keep.
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows:
+        """Count the rows that training holds, with those of the convolutions and the selector.
 
-        Each block keeps 2 t R + t (t - 1) / 2 rows of width H in each of the four mixtures of a
-        layer, for t taps and R rows. Each draft token keeps its candidates' rows and its own.
+        Each block keeps 2 t R + t (t - 1) / 2 states in each of the four mixtures of a layer, for t
+        taps and R rows. Each draft token keeps its candidates' rows and its own.
         """
-        config = self.head.config
-        taps, hidden = config.conv_kernel_size, config.llama.hidden_size
+        saved, config = super().count_saved_rows(setting), self.head.config
+        taps, blocks = config.conv_kernel_size, saved.compared // config.num_draft_tokens
         block_rows = 2 * taps * config.block_size + taps * (taps - 1) // 2
-        mixed_numbers = 4 * len(self.head.layers) * block_rows * hidden
-        candidate_numbers = (
-            config.num_draft_tokens * (config.selector_top_k + 2) * config.selector_rank
-        )
-        return blocks * itemsize * (mixed_numbers + candidate_numbers)
+        saved.kept["state"] += 4 * len(self.head.layers) * blocks * block_rows
+        saved.kept["number"] += saved.compared * (config.selector_top_k + 2) * config.selector_rank
+        return saved
 
     def compute_extra_loss(
         self, outputs: Tensor, rows: Tensor, batch: Batch, row_values: Tensor

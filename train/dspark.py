@@ -21,8 +21,9 @@ from conf.settings.blocks import DSparkConfig, Markov
 from heads.blocks.dspark import DSparkHead
 from train.batch.batch import STEP_TARGETS, Batch
 from train.block_objective import BlockObjective
-from train.loop import command, memory
+from train.loop import command
 from train.loss.fused_linear import LowRank
+from train.objective import LaunchSpec, SavedRows
 
 
 class DSparkObjective(BlockObjective):
@@ -37,19 +38,18 @@ class DSparkObjective(BlockObjective):
         rows = self.select_supervised_rows(states, batch[STEP_TARGETS])
         return LowRank(rows, self.head.markov_head.markov_w2.weight)
 
-    def estimate_extra_kept_bytes(self, blocks: int, itemsize: int) -> int:
-        """Estimate the bytes of the Markov states, of their inputs and of the confidence's inputs.
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows:
+        """Count the rows that training holds, with Markov states and the inputs of both parts.
 
         Per draft token: H + 3 r numbers with a gate, H + 7 r with a recurrent state, for rank r.
         """
-        config = self.head.config
+        saved, config = super().count_saved_rows(setting), self.head.config
         hidden, rank = config.llama.hidden_size, config.markov_rank
         made = {Markov.vanilla: 0, Markov.gated: hidden + 3 * rank, Markov.rnn: hidden + 7 * rank}
         confident = hidden + rank * config.confidence_with_markov if config.confidence else 0
-        a_draft = (
-            itemsize * (made[config.markov_head_type] + 3 * rank) + memory.FLOAT32_BYTES * confident
-        )
-        return blocks * config.num_draft_tokens * a_draft
+        saved.kept["number"] += saved.compared * (made[config.markov_head_type] + 3 * rank)
+        saved.kept["float32 number"] = saved.compared * confident
+        return saved
 
     def _gather_previous_tokens(self, batch: Batch) -> Tensor:
         """Gather the [A, D] int64 tokens directly before the drafted tokens."""

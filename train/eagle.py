@@ -41,9 +41,9 @@ from train.batch.batch import (
     StepTargets,
     collect_states,
 )
-from train.loop import command, memory
+from train.loop import command
 from train.loss.fused_linear import LowRank, Student
-from train.objective import DIVISORS, LaunchSpec, MemoryEstimate
+from train.objective import DIVISORS, LaunchSpec, SavedRows
 from train.step_objective import StepObjective
 
 
@@ -79,35 +79,14 @@ class EagleObjective(StepObjective):
         name = "eagle3_1" if self.head.is_eagle31 else self.head.variant
         return f"{name}, {self.config.num_steps} steps"
 
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """Estimate the bytes of training, counted with `torch.autograd.graph.saved_tensors_hooks`.
-
-        Per token: 4 I e in the MLP; 2 Q e and 6 K e in the attention (width Q of queries, K of keys
-        and of values); 33 bytes of width H in bfloat16 and float32: inputs of three projections,
-        float32 norms, residual stream. The text adds the input of `fc` before and after its cast,
-        and the layer's float32 input, 2 H, while steps are made.
-        """
-        head, num_steps = self.head, len(self.term_weights)
-        llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
-        hidden, inner = llama.hidden_size, llama.intermediate_size
-        attention = head.layer.self_attn
-        query, keys = attention.q_proj.out_features, attention.k_proj.out_features
-        a_step = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
-        text = (memory.FLOAT32_BYTES + e) * head.fc.in_features + memory.FLOAT32_BYTES * 2 * hidden
-        kept = tokens * (num_steps * a_step + text)
-        grads = memory.FLOAT32_BYTES * num_steps * tokens * hidden
-        students = num_steps * tokens
-        one = head.make_projection().weight.shape[0], hidden
-        loss = (
-            grads
-            + memory.estimate_loss_bytes(setting, students, one, memory.PIECES_OF_TEACHER)
-            + memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
-        )
-        copies, backward = (
-            memory.estimate_copied_bytes(head, setting),
-            2 * grads + 3 * tokens * inner * e,
-        )
-        return MemoryEstimate(copies, kept, loss, backward)
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows | None:
+        """Count the rows that training holds, those of the text while its steps are made."""
+        tokens, compared = setting.tokens, len(self.term_weights) * setting.tokens
+        kept: dict[str, float] = {
+            "layer": compared, "features": tokens, "float32 features": tokens,
+            "float32 state": 2 * tokens,
+        }  # fmt: skip
+        return SavedRows(kept, compared, compared, 2 * compared, tokens)
 
     def index_batch(self, batch: Batch) -> Batch:
         """Add documents and the supervision of each step to a batch on the CPU."""

@@ -31,7 +31,7 @@ from train.batch.batch import (
     MatchedRows,
     gather_labels,
 )
-from train.loop import command, memory
+from train.loop import command
 from train.loss.divergences import Softmax, kl, text_cross_entropy
 from train.loss.fused_linear import (
     LossSums,
@@ -48,7 +48,7 @@ from train.loss.fused_linear import (
 )
 from train.loss.teachers import HiddenTeacher, TextTeacher
 from train.loss.topk import mark_top1_and_top5
-from train.objective import LaunchSpec, MemoryEstimate, Objective
+from train.objective import PIECES_OF_TEACHER, PIECES_OF_TEXT, LaunchSpec, Objective, SavedRows
 from train.parallel.checkpoint import collect_resume_settings
 
 
@@ -57,8 +57,7 @@ class MedusaObjective(Objective):
 
     Sums are over supervised tokens, as in `train.loss.fused_linear`.
 
-    Letters: B batch, T tokens, D hidden (H where bytes are counted), V vocabulary, K heads, P rows
-    of the teacher.
+    Letters: B batch, T tokens, D hidden, K heads, P rows of the teacher.
     """
 
     metric_names = ("top1", "top5")
@@ -79,26 +78,22 @@ class MedusaObjective(Objective):
         self.description = f"{head.num_heads} Medusa heads"
         self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """Estimate the bytes of training.
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows:
+        """Count the rows that training holds: the states, and per head its blocks and its states.
 
-        N H float32 of states; per head and token 2 H e in each block, H float32 in the loss.
+        With hard labels heads run one after another, and one projection at a time is cast.
         """
-        head, hidden = self.head, self.target.hidden_size
-        tokens, e = setting.tokens, setting.dtype.itemsize
-        rows = tokens * hidden
-        of_a_head = 2 * head.config.num_layers * e + memory.FLOAT32_BYTES
-        kept = memory.FLOAT32_BYTES * rows + head.num_heads * rows * of_a_head
-        grads = head.num_heads * rows * memory.FLOAT32_BYTES
-        one = len(head.vocab.ids), hidden
-        pieces = memory.PIECES_OF_TEACHER if self.soft else memory.PIECES_OF_TEXT
-        loss = memory.estimate_loss_bytes(setting, tokens, one, pieces)
-        if self.soft:
-            loss += memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
-        # With hard labels heads run one after another, and one projection at a time is cast.
-        spared = 0 if self.soft else (head.num_heads - 1) * one[0] * hidden
-        copies = max(0, memory.estimate_copied_bytes(head, setting) - e * spared)
-        return MemoryEstimate(copies, kept, loss + grads, grads + 3 * rows * memory.FLOAT32_BYTES)
+        tokens, heads = setting.tokens, self.head.num_heads
+        kept: dict[str, float] = {
+            "state": 2 * heads * self.head.config.num_layers * tokens,
+            "float32 state": (1 + heads) * tokens,
+        }
+        spared = (heads - 1) * len(self.head.vocab.ids) * self.target.hidden_size
+        return SavedRows(
+            kept, tokens, heads * tokens, (heads + 3) * tokens, 0,
+            *((PIECES_OF_TEACHER, True) if self.soft else (PIECES_OF_TEXT, False)),
+            uncast=0 if self.soft else spared,
+        )  # fmt: skip
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of a prepared batch; `scale` [K] is the weight of each head."""

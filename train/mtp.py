@@ -24,7 +24,7 @@ from heads.mtp.checkpoint import find_mtp_layers, format_dropped_layers
 from heads.mtp.mtp import MtpHead
 from train.eagle import EagleObjective
 from train.loop import command
-from train.objective import LaunchSpec, MemoryEstimate
+from train.objective import LaunchSpec
 
 
 class MtpObjective(EagleObjective):
@@ -39,10 +39,9 @@ class MtpObjective(EagleObjective):
         start = "a fresh one" if self.config.path is None else f"from {self.config.path}"
         return f"MTP layer of {self.head.config.family}, {start}, {self.config.num_steps} steps"
 
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate | None:  # type: ignore[override]
-        """Return None: there is no formula for layers of all families."""
+    def count_saved_rows(self, setting: LaunchSpec) -> None:
+        """Return None: the layers of all families have no common count."""
         del setting
-        return None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from train.loss.fused_linear import (
     LossSums,
 )
 
+PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
+"""Pieces, see `SavedRows`, of a loss against the text, or against a distribution."""
 DIVISORS = "counts"
 """Key of an indexed batch: K numbers to add to the divisors of the terms' sums."""
 
@@ -69,26 +71,37 @@ class LaunchSpec:
         )
 
 
-class MemoryEstimate(NamedTuple):
-    """Bytes of training a head on a micro batch.
+class SavedRows(NamedTuple):
+    """Rows of tensors that training on a micro batch holds; `train.loop.memory` knows bytes.
 
     Attributes:
-        copies: copies of weights in `train.dtype`.
-        kept: tensors kept for the backward pass.
-        loss: the fullest chunk of the loss.
-        backward: gradients of activations.
+        kept: rows kept for the backward pass, by name in `compute_row_bytes`.
+        compared: rows of a student in the loss.
+        loss_grads: gradients of width H beside a chunk of the loss.
+        backward_grads: gradients of width H in the backward pass.
+        mlp_grads: rows of an MLP with gradients in the backward pass.
+        pieces: float32 tensors [r, W] that exist at once while a piece of the loss is compared.
+            Logits in another dtype add one, their float32 copy.
+        is_soft: whether the loss compares with the target's distribution.
+        is_teacher_widest: whether computing the teacher's logits can be the loss's fullest moment.
+        uncast: numbers of trained matrices that are never cast at the same time as the others.
     """
 
-    copies: int
-    kept: int
-    loss: int
-    backward: int
+    kept: dict[str, float]
+    compared: int
+    loss_grads: int
+    backward_grads: int
+    mlp_grads: int
+    pieces: int = PIECES_OF_TEACHER
+    is_soft: bool = True
+    is_teacher_widest: bool = False
+    uncast: int = 0
 
 
 class Objective(nn.Module):
     """Loss of K terms, with the facts that training needs.
 
-    Subclasses must define `forward`. `estimate_memory` is for heads with a known formula,
+    Subclasses must define `forward`. `count_saved_rows` is for heads whose memory is known,
     `index_batch` for losses with other supervised rows, `start_step` for losses that change with
     the step.
 
@@ -135,8 +148,8 @@ class Objective(nn.Module):
         """Compute the loss of a prepared micro batch; `scale` [K] weighs its terms."""
         raise NotImplementedError
 
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate | None:
-        """Estimate the memory of training the head on a launch; None without a formula."""
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows | None:
+        """Count the rows that training the head on a launch holds; None if they are unknown."""
         del setting
         return None
 

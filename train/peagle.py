@@ -36,8 +36,8 @@ from train.batch.batch import (
 )
 from train.block_objective import draw_anchors
 from train.eagle import EagleObjective
-from train.loop import command, memory
-from train.objective import DIVISORS, LaunchSpec, MemoryEstimate, Objective
+from train.loop import command
+from train.objective import DIVISORS, LaunchSpec, Objective, SavedRows
 
 SEGMENTS = "segments"
 
@@ -89,36 +89,20 @@ class PEagleObjective(EagleObjective):
         counts = (float(sum(step_targets.step_sizes)),) * self.config.num_steps
         return {**batch, STEP_TARGETS: step_targets, SEGMENTS: segments, DIVISORS: counts}
 
-    def estimate_memory(self, setting: LaunchSpec) -> MemoryEstimate:
-        """Estimate the bytes of training, counted with `torch.autograd.graph.saved_tensors_hooks`.
-
-        Per row and layer as for EAGLE, plus the keys and values of the text and of the rows before
-        it. The rows of one segment are kept at a time.
-        """
-        settings, head = self.config, self.head
-        llama, tokens, e = head.config.llama, setting.tokens, setting.dtype.itemsize
-        hidden, inner = llama.hidden_size, llama.intermediate_size
-        attention = head.layer.self_attn
-        query, keys = attention.q_proj.out_features, attention.k_proj.out_features
+    def count_saved_rows(self, setting: LaunchSpec) -> SavedRows:
+        """Count the rows that training holds; the layers keep one segment at a time."""
+        settings, tokens = self.config, setting.tokens
         anchors = min(tokens, settings.num_anchors * setting.train.micro_batch_size)
         shares = [compute_kept_fraction(settings, step) for step in range(1, settings.num_steps)]
         masks = round(anchors * sum(shares))
         followed = sum(step * part for step, part in enumerate(shares)) * anchors
-        a_row = e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden
-        layers = llama.num_hidden_layers
-        rows = tokens + masks / settings.num_segments
-        kept = layers * (rows * a_row + followed / settings.num_segments * 2 * e * keys)
-        kept += tokens * (memory.FLOAT32_BYTES + e) * head.fc.in_features
-        kept += (tokens + masks) * memory.FLOAT32_BYTES * 2 * hidden
-        students = tokens + masks
-        grads = memory.FLOAT32_BYTES * students * hidden
-        one = head.make_projection().weight.shape[0], hidden
-        loss = grads + memory.estimate_loss_bytes(setting, students, one, memory.PIECES_OF_TEACHER)
-        loss += memory.estimate_teacher_bytes(setting, tokens, self.target, one[0])
-        backward = 2 * grads + 3 * students * inner * e
-        return MemoryEstimate(
-            memory.estimate_copied_bytes(head, setting), int(kept), loss, backward
-        )
+        layers, segments = self.head.config.llama.num_hidden_layers, settings.num_segments
+        compared = tokens + masks
+        kept = {
+            "layer": layers * (tokens + masks / segments), "keys": layers * followed / segments,
+            "features": tokens, "float32 features": tokens, "float32 state": 2 * compared,
+        }  # fmt: skip
+        return SavedRows(kept, compared, compared, 2 * compared, compared)
 
     def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
         """Yield the outputs [N, H] of each step's rows, all sequences flattened."""

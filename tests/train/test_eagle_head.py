@@ -16,6 +16,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from tests.train.loop.test_memory import ONE, eagle
 from train.eagle import main
+from train.loop.memory import estimate_pass
 
 LAYERS = [1, 2, 2]
 """Layers of the toy target, which has two: too few to tell."""
@@ -106,19 +107,23 @@ def test_memory_by_hand() -> None:
     objective = eagle()
     a_step = 4 * (4 * 96 + 2 * 64 + 6 * 32) + 33 * 64
     text = (4 + 4) * 192 + 4 * 2 * 64
-    found = objective.estimate_memory(ONE)
-    assert found.copies == 0
-    assert found.kept == 512 * (3 * a_step + text)
+    found = estimate_pass(objective, ONE)
+    assert found is not None
+    assert found["copies in train.dtype"] == 0
+    assert found["activations of the head"] == 512 * (3 * a_step + text)
     gradients = 4 * 3 * 512 * 64
-    assert found.backward == 2 * gradients + 3 * 512 * 96 * 4
+    assert found["backward pass"] == 2 * gradients + 3 * 512 * 96 * 4
     logits = 4 * 1536 * 32
     # Rows, their logits, five pieces, and of the teacher's 32 columns.
-    assert found.loss == gradients + logits + 4 * 1536 * 64 + 4 * logits + 4 * 512 * 32
-    narrow = objective.estimate_memory(replace(ONE, dtype=torch.bfloat16))
-    assert narrow.kept == 512 * (3 * (2 * (384 + 128 + 192) + 33 * 64) + (4 + 2) * 192 + 512)
+    assert found["loss"] == gradients + logits + 4 * 1536 * 64 + 4 * logits + 4 * 512 * 32
+    narrow = estimate_pass(objective, replace(ONE, dtype=torch.bfloat16))
+    assert narrow is not None
+    assert narrow["activations of the head"] == 512 * (
+        3 * (2 * (384 + 128 + 192) + 33 * 64) + (4 + 2) * 192 + 512
+    )
     matrices = sum(p.numel() for p in objective.head.parameters() if p.dim() > 1)
-    assert narrow.copies == 2 * matrices
-    assert narrow.backward == 2 * gradients + 3 * 512 * 96 * 2
+    assert narrow["copies in train.dtype"] == 2 * matrices
+    assert narrow["backward pass"] == 2 * gradients + 3 * 512 * 96 * 2
 
 
 def test_what_is_compiled_is_asked_for() -> None:

@@ -3,11 +3,12 @@
 A run is fullest at one of two moments: in the last chunk of the loss, with everything kept for the
 backward pass; or in the backward pass, with gradients of activations and gathered weight gradients.
 The estimate assumes that all tokens are supervised. Optimizer steps need no further memory.
-Objectives add the tensors of their heads (`estimate_memory`) with the formulas of a loss below.
+Objectives count the rows that they hold (`Objective.count_saved_rows`); `compute_row_bytes` has
+the table of their bytes, counted with `torch.autograd.graph.saved_tensors_hooks`.
 
-Letters: N tokens of a micro batch, H hidden, I intermediate, V vocabulary, W draft vocabulary, J
-steps, K heads, r rows of a piece, S bytes of trained parameters, n processes, e bytes of a number
-in `train.dtype`, t bytes of a number of the target.
+Letters: N tokens of a micro batch, H hidden, I intermediate, Q queries, K keys, F fused hidden
+states, V vocabulary, W draft vocabulary, r rows of a piece, S bytes of trained parameters, n
+processes, e bytes of a number in `train.dtype`, t bytes of a number of the target.
 """
 
 from typing import Any
@@ -19,15 +20,13 @@ from heads.target_model.architecture import compute_mlp_size
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from train.loss import fused_linear
-from train.objective import LaunchSpec, Objective
+from train.objective import LaunchSpec, Objective, SavedRows
 from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
 
-PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
-"""Float32 tensors [r, W] that exist at once while a piece of `train.loss.fused_linear` is compared:
-one against the text, four against a distribution. Logits in another dtype add one, their float32
-copy."""
 FLOAT32_BYTES = 4
+
+
 REMEDIES = (
     "lower train.micro_batch_size, data.max_length or head.draft_vocab_size, load the target with "
     "target.quantization, train from a feature store with data.features, or launch with "
@@ -37,21 +36,21 @@ BytesByPart = dict[str, int]
 
 
 def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | None:
-    """Estimate bytes by part at the fullest moment; None without a formula for the head.
+    """Estimate bytes by part at the fullest moment; None if the head's rows are unknown.
 
     Args:
         objective: objective with its head; tensors on the `meta` device suffice.
         setting: facts of the launch.
     """
     head, target = objective.head, objective.target
-    estimate = objective.estimate_memory(setting)
+    estimate = estimate_pass(objective, setting)
     if estimate is None:
         return None
     parts = {"target": count_target_bytes(target), **_estimate_strategy_bytes(head, setting)}
     # N (1 + layers read) H t of this micro batch and, on CUDA, of the next (`Prefetcher`).
     states = setting.tokens * (1 + len(head.taps.layers)) * target.hidden_size
     parts["hidden states"] = (2 if setting.cuda else 1) * states * target.dtype.itemsize
-    parts["activations of the head"] = estimate.kept
+    parts["activations of the head"] = estimate["activations of the head"]
     if setting.cuda and isinstance(target, Target):
         # Meanwhile the target reads the next micro batch on its own stream. Per layer without
         # gradients: 3 N I t in its MLP and 4 N H t beside it.
@@ -65,11 +64,73 @@ def estimate_memory(objective: Objective, setting: LaunchSpec) -> BytesByPart | 
         # ZeRO moves gradients into its bucket and then distributes them.
         reduced = ZERO_BUCKET * FLOAT32_BYTES
     moments: list[BytesByPart] = [
-        {**parts, "copies in train.dtype": estimate.copies, "loss": estimate.loss},
-        {**parts, "backward pass": estimate.backward, "reduction of gradients": reduced},
+        {**parts, **{name: estimate[name] for name in ("copies in train.dtype", "loss")}},
+        {**parts, "backward pass": estimate["backward pass"], "reduction of gradients": reduced},
     ]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     return {name: size for name, size in fullest.items() if size}
+
+
+def compute_row_bytes(objective: Objective, e: int) -> BytesByPart:
+    """Compute the bytes of a row that a head keeps for the backward pass, by name.
+
+    Rows of a layer count once for each layer.
+    """
+    head, llama = objective.head, getattr(objective.head.config, "llama", None)
+    hidden = objective.target.hidden_size if llama is None else llama.hidden_size
+    rows = {"number": e, "float32 number": FLOAT32_BYTES}
+    rows |= {"state": e * hidden, "float32 state": FLOAT32_BYTES * hidden}
+    if llama is None:
+        return rows
+    attention = next(each for each in head.modules() if hasattr(each, "q_proj"))
+    query, keys = attention.q_proj.out_features, attention.k_proj.out_features
+    inner, features = llama.intermediate_size, head.fc.in_features
+    return rows | {
+        "features": e * features,
+        "float32 features": FLOAT32_BYTES * features,
+        "inner": e * inner,
+        "keys": 2 * e * keys,  # and values
+        # The MLP; the attention; 33 bytes of width H in bfloat16 and float32: inputs of three
+        # projections, float32 norms, residual stream.
+        "layer": e * (4 * inner + 2 * query + 6 * keys) + 33 * hidden,
+        # The MLP; queries and keys projected, normed, rotated; float32 norms, their output and the
+        # residual stream.
+        "normed layer": 4 * e * inner + (8 + 2 * e) * (query + keys) + (16 + 2 * e) * hidden,
+        "normed keys": (8 + 2 * e) * keys,
+    }
+
+
+def estimate_pass(objective: Objective, setting: LaunchSpec) -> BytesByPart | None:
+    """Estimate the bytes of a pass by part from the rows that it holds; None if unknown."""
+    saved = objective.count_saved_rows(setting)
+    if saved is None:
+        return None
+    head, target, e = objective.head, objective.target, setting.dtype.itemsize
+    width, vocab_size, row_bytes = (
+        len(head.vocab.ids), target.vocab_size, compute_row_bytes(objective, e)
+    )  # fmt: skip
+    grad, limit = row_bytes["float32 state"], get_chunk_limit(setting)
+    loss = estimate_loss_bytes(setting, saved, width, grad // FLOAT32_BYTES)
+    teacher_bytes = setting.tokens * target.dtype.itemsize
+    if saved.is_soft:  # the target's logits of the draft vocabulary, beside a student's
+        loss += min(teacher_bytes * width, limit)
+    if saved.is_teacher_widest:  # all its logits, the drafted, and pieces
+        whole = min(teacher_bytes * vocab_size, limit)
+        drafted = 0 if width == vocab_size else whole * width // vocab_size
+        piece = fused_linear.compute_piece_bytes(vocab_size, not setting.cuda)
+        pieces = 2 * min(piece, setting.tokens * vocab_size * FLOAT32_BYTES)
+        loss = max(loss, whole + drafted + pieces)
+    copies = 0
+    if setting.dtype is not torch.float32:  # of all matrices
+        matrices = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
+        copies = e * (sum(matrices) - saved.uncast)
+    backward = grad * saved.backward_grads + 3 * saved.mlp_grads * row_bytes.get("inner", 0)
+    return {
+        "activations of the head": int(sum(n * row_bytes[k] for k, n in saved.kept.items())),
+        "copies in train.dtype": copies,
+        "loss": loss + grad * saved.loss_grads,
+        "backward pass": backward,
+    }
 
 
 def _estimate_strategy_bytes(head: Any, setting: LaunchSpec) -> BytesByPart:
@@ -152,20 +213,17 @@ def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
     )
 
 
-def estimate_loss_bytes(
-    setting: LaunchSpec, rows: int, shape: tuple[int, int], num_pieces: int
-) -> int:
+def estimate_loss_bytes(setting: LaunchSpec, saved: SavedRows, width: int, hidden: int) -> int:
     """Estimate the bytes of a chunk: its logits, and pieces or factors of the backward product.
 
     Args:
         setting: facts of the launch.
-        rows: rows of a student.
-        shape: shape [W, H] of the projection.
-        num_pieces: `PIECES_OF_TEXT` or `PIECES_OF_TEACHER`; logits that are not float32 add one.
+        saved: rows of a student and their pieces.
+        width: rows W of the projection.
+        hidden: columns H of the projection.
     """
-    e, (width, hidden) = setting.dtype.itemsize, shape
-    whole = get_chunk_limit(setting)
-    chunk = min(rows, max(1, whole // (width * e)))
+    e = setting.dtype.itemsize
+    chunk = min(saved.compared, max(1, get_chunk_limit(setting) // (width * e)))
     piece = min(
         fused_linear.compute_piece_bytes(width, not setting.cuda), chunk * width * FLOAT32_BYTES
     )
@@ -174,29 +232,8 @@ def estimate_loss_bytes(
     return (
         chunk * width * e
         + chunk * hidden * e
-        + max((num_pieces + (e < FLOAT32_BYTES)) * piece, back)
+        + max((saved.pieces + (e < FLOAT32_BYTES)) * piece, back)
     )
-
-
-def estimate_teacher_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
-    """Estimate the bytes of the target's logits [rows, width] beside a student's logits."""
-    return min(rows * width * target.dtype.itemsize, get_chunk_limit(setting))
-
-
-def estimate_teacher_peak_bytes(setting: LaunchSpec, rows: int, target: Any, width: int) -> int:
-    """Estimate the bytes while a teacher's logits are computed: all, the drafted, and pieces."""
-    whole = estimate_teacher_bytes(setting, rows, target, target.vocab_size)
-    drafted = 0 if width == target.vocab_size else whole * width // target.vocab_size
-    most = fused_linear.compute_piece_bytes(target.vocab_size, not setting.cuda)
-    return whole + drafted + 2 * min(most, rows * target.vocab_size * FLOAT32_BYTES)
-
-
-def estimate_copied_bytes(head: Any, setting: LaunchSpec) -> int:
-    """Estimate the bytes of copies of all matrices, if autocast's dtype is not float32."""
-    if setting.dtype is torch.float32:
-        return 0
-    sizes = (p.numel() for p in head.parameters() if p.requires_grad and p.dim() > 1)
-    return setting.dtype.itemsize * sum(sizes)
 
 
 def get_chunk_limit(setting: LaunchSpec) -> int:
