@@ -9,7 +9,9 @@ import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 from conf.errors import InputError
 from conf.files import write_atomically
@@ -20,12 +22,6 @@ CLOSE_TIMEOUT_S = 60.0
 WANDB_ID = "wandb_run_id.txt"
 """File in `out_dir` with the id of the run in wandb, by which a resumed run continues there."""
 Say = Callable[[str], None]
-
-
-class _Sink(Protocol):
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricLogger:
@@ -52,12 +48,13 @@ class MetricLogger:
             (out_dir / WANDB_ID).unlink(missing_ok=True)
         self.path = out_dir / "metrics.jsonl"
         self._say = say
-        self._sink: _Sink | None = None
+        self._tracker: GeneralTracker | None = None
         self._name = config.tracker.value
         if config.tracker is not Tracker.none:
-            starts = {Tracker.tensorboard: _Tensorboard, Tracker.wandb: _Wandb}
-            start = starts[config.tracker]
-            self._sink = self._guard_tracker(lambda: start(out_dir, config, run), START_TIMEOUT_S)
+            start = _start_wandb if config.tracker is Tracker.wandb else _start_tensorboard
+            self._tracker = self._guard_tracker(
+                lambda: start(out_dir, config, run), START_TIMEOUT_S
+            )
 
     def drop_later_lines(self, step: int) -> None:
         """Drop the lines of steps after `step`, which a resumed run writes again."""
@@ -86,21 +83,21 @@ class MetricLogger:
             raise InputError(
                 f"{self.path}: cannot be written: {error}; free space there"
             ) from error
-        if self._sink is not None:
-            sink = self._sink
-            self._guard_tracker(lambda: sink.log(step, metrics), None)
+        if self._tracker is not None:
+            tracker = self._tracker
+            self._guard_tracker(lambda: tracker.log(metrics, step), None)
 
     def close(self) -> None:
         """Let the tracker finish within a time limit."""
-        if self._sink is not None:
-            self._guard_tracker(self._sink.close, CLOSE_TIMEOUT_S)
+        if self._tracker is not None:
+            self._guard_tracker(self._tracker.finish, CLOSE_TIMEOUT_S)
 
     def _guard_tracker(self, act: Callable[[], Any], timeout_s: float | None) -> Any:
         try:
             return act() if timeout_s is None else _run_with_timeout(act, timeout_s)
         # A tracker may raise any error, and no such error is worth a run.
         except Exception as error:  # noqa: BLE001
-            self._sink = None
+            self._tracker = None
             reason = str(error).strip().split("\n")[0]
             self._say(
                 f"log.tracker={self._name} failed, so the run goes on without it: "
@@ -109,46 +106,29 @@ class MetricLogger:
         return None
 
 
-class _Tensorboard:
-    def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(out_dir / "tensorboard"))
-        self._writer.add_text("config", f"```\n{json.dumps(run, indent=1)}\n```")
-        if config.run_name is not None:
-            self._writer.add_text("run_name", config.run_name)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+def _start_tensorboard(out_dir: Path, config: LogConfig, run: dict[str, Any]) -> GeneralTracker:
+    tracker = TensorBoardTracker("tensorboard", out_dir)
+    tracker.start()
+    tracker.writer.add_text("config", f"```\n{json.dumps(run, indent=1)}\n```")
+    if config.run_name is not None:
+        tracker.writer.add_text("run_name", config.run_name)
+    return tracker
 
 
-class _Wandb:
-    def __init__(self, out_dir: Path, config: LogConfig, run: dict[str, Any]) -> None:
-        import wandb
+def _start_wandb(out_dir: Path, config: LogConfig, run: dict[str, Any]) -> GeneralTracker:
+    import wandb
 
-        known = out_dir / WANDB_ID
-        number = known.read_text().strip() if known.is_file() else uuid.uuid4().hex[:8]
-        write_atomically(known, f"{number}\n")
-        # Without a limit `init` waits about 100 s for a missing network.
-        self._run = wandb.init(
-            project=config.project,
-            name=config.run_name,
-            dir=str(out_dir),
-            config=run,
-            id=number,
-            resume="allow",
-            settings=wandb.Settings(init_timeout=START_TIMEOUT_S / 2, silent=True),
-        )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    known = out_dir / WANDB_ID
+    number = known.read_text().strip() if known.is_file() else uuid.uuid4().hex[:8]
+    write_atomically(known, f"{number}\n")
+    # Without a limit `init` waits about 100 s for a missing network.
+    settings = wandb.Settings(init_timeout=START_TIMEOUT_S / 2, silent=True)
+    tracker = WandBTracker(
+        config.project, name=config.run_name, dir=str(out_dir), config=run, id=number,
+        resume="allow", settings=settings,
+    )  # fmt: skip
+    tracker.start()
+    return tracker
 
 
 def _run_with_timeout(act: Callable[[], Any], timeout_s: float) -> Any:

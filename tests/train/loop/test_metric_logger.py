@@ -26,13 +26,13 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
             if here == where:
                 raise RuntimeError("no network")
 
-        def log(self, step: int, metrics: dict[str, float]) -> None:
+        def log(self, metrics: dict[str, float], step: int) -> None:
             self.fail("log")
 
-        def close(self) -> None:
+        def finish(self) -> None:
             self.fail("close")
 
-    monkeypatch.setattr(tracking, "_Wandb", Broken)
+    monkeypatch.setattr(tracking, "_start_wandb", Broken)
     assert fit(tmp_path, settings(), log=LogConfig(tracker=Tracker.wandb)).finished
     assert capsys.readouterr().out.count("wandb failed, so the run goes on without it") == 1
     assert len(lines(tmp_path)) == 8
@@ -60,7 +60,7 @@ def test_a_tracker_that_hangs_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(tracking, "_Wandb", lambda *_args: release.wait(30))
+    monkeypatch.setattr(tracking, "_start_wandb", lambda *_args: release.wait(30))
     monkeypatch.setattr(tracking, "START_TIMEOUT_S", 0.2)
     said: list[str] = []
     begun = time.monotonic()
