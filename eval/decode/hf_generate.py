@@ -6,12 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)  # fmt: skip
+from transformers import CompileConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from conf.command.clock import PartClock
 from eval.decode.engine import Generation, Step
@@ -171,15 +166,15 @@ def hf_generate(
     texts = [stops.cut_after_end([], row) for row in output[:, longest:].tolist()]
     passes.record_arrival()
     clock.finish_timing(passes.texts)
-    if assistance:
-        steps, drafted = passes.build_steps(longest, len(texts[0]))
-        arrivals = passes.arrivals[: len(steps) + 1]
-        return [Generation(texts[0], steps, [], clock.times[0], drafted, arrivals)]
     generations = []
     for text, times in zip(texts, clock.times, strict=True):
-        steps = [Step(0, 1, num_left) for num_left in range(len(text) - 1, 0, -1)]
+        if assistance:
+            steps, drafted = passes.build_steps(longest, len(text))
+        else:
+            steps = [Step(0, 1, num_left) for num_left in range(len(text) - 1, 0, -1)]
+            drafted = [0] * len(steps)
         arrivals = passes.arrivals[: len(steps) + 1]
-        generations.append(Generation(text, steps, [], times, [0] * len(steps), arrivals))
+        generations.append(Generation(text, steps, [], times, drafted, arrivals))
     return generations
 
 
