@@ -94,10 +94,8 @@ COMMANDS = (
     "scripts/zoo/check.py",
 )  # fmt: skip
 OTHER_COMMANDS = (
-    "scripts/verify_export.py", "scripts/bench/against_peers.py", "scripts/bench/capture.py",
-    "scripts/bench/cpu.py", "scripts/bench/engines.py", "scripts/bench/gpu.py",
-    "scripts/bench/memory.py", "scripts/bench/predict_gpu.py", "scripts/bench/preparing.py",
-    "scripts/bench/training.py",
+    "scripts/verify_export.py", "scripts/bench/cpu.py", "scripts/bench/gpu.py",
+    "scripts/bench/measure.py", "scripts/bench/predict_gpu.py",
 )  # fmt: skip
 """Commands of argparse, without settings. Python files of other names may have moved."""
 KEYS_OF_CACHES = re.compile(r"\b[0-9a-f]{32}\b")

@@ -8,6 +8,8 @@ from conf.command.entry import Command
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = (
     "scripts/bench/peer_steps.py",
+    "scripts/bench/servers.py",
+    "scripts/bench/training.py",
     "scripts/bench/llamacpp_speed.py",
 )
 """Scripts that other scripts start, and no user."""

@@ -41,7 +41,7 @@ from heads.target_model.load import load_target
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 from scripts import export, prune
-from scripts.bench import engine as bench_engine
+from scripts.bench import decoding as bench_decoding
 from scripts.bench.training import make_objective
 from tests.scripts.publish.test_push import hub, upload
 from train import api
@@ -233,8 +233,9 @@ def test_it_is_pruned(inputs: Path, head: Path, tmp_path: Path) -> None:
 
 
 def test_benchmarks_find_it(head: Path) -> None:
-    target = bench_engine.make_certain_target(torch.float32, num_layers=4, width=128, vocab=512)
-    makes = bench_engine.make_drafters(target, list(range(3, 40)), 0.5)
-    assert {"toy chain of 1", "toy tree of 8", "medusa chain of 4"} <= makes.keys()
+    target = bench_decoding.make_certain_target(torch.float32, num_layers=4, width=128, vocab=512)
+    drafters = {name: tree for name, _, tree in bench_decoding.iter_drafters(target, "cpu")}
+    assert {"toy tree", "medusa tree"} <= drafters.keys()
+    assert (drafters["toy chain"].num_nodes, drafters["medusa chain"].num_nodes) == (2, 5)
     objective = make_objective("toy", target, DraftVocab.make_full(512))
     assert type(objective) is toy_train.ToyObjective

@@ -50,11 +50,10 @@ LIMITS = {
 """Lines and words of a page at most: a folder's is read in one or two screens."""
 PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md")}
 DOORS = {path: command for path, command in OF_DOORS.items() if not path.startswith(WORKERS)}
-# Without Hydra: they have tests of their own, or take three numbers.
+# Without Hydra: they have tests of their own.
 PLAIN = {
-    "scripts/verify_export.py", "scripts/bench/engine.py", "scripts/bench/engines.py",
-    "scripts/embedded/make.py", "scripts/bench/predict_gpu.py", "scripts/bench/against_peers.py",
-    "scripts/bench/cpu.py", "scripts/bench/memory.py",
+    "scripts/verify_export.py", "scripts/embedded/make.py", "scripts/bench/predict_gpu.py",
+    "scripts/bench/cpu.py", "scripts/bench/measure.py",
 }  # fmt: skip
 # What has no default.
 REQUIRED = {

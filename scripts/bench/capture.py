@@ -1,42 +1,33 @@
-"""Speed of capture against the target's bare forward pass, and bytes of a store.
+"""Speed of storing a target's states against its bare forward pass, and bytes of a store.
 
-`python scripts/bench/capture.py --target FOLDER --data chats.jsonl` runs packed sequences in
-groups: each group first through `Target.encode_documents` only, then through every kind of capture,
-written to disk and synced. It prints medians of tokens/s and of the ratio within a group. A second
-baseline also computes the target's logits, which a top-k teacher needs. The other table has the
-bytes per token of a target with 4,096 channels.
+Packed sequences run in groups: each group first through `Target.encode_documents` only, then
+through every kind of capture, written to disk and synced. A second baseline also computes the
+target's logits, which a top-k teacher needs.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
-
-from conf.command.environment import set_passive_wait_policy
-
-set_passive_wait_policy()
-
-import argparse
 import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from conf.command.clock import Stopwatch
 from conf.settings.data import DataConfig, StateFormat, TeacherKind
 from conf.settings.scripts import CaptureRun
 from conf.settings.target import TargetConfig
+from data.embedded import CONVERSATIONS, TARGET_PATH
 from data.features.store_format import HIDDEN_STATES, StoreContents
 from data.features.store_writer import SHARD_BYTES, PlannedShard, ShardWriterPool
 from eval.measure.measurement import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
+from scripts.bench.harness import Figures
+from scripts.bench.training import RunSizes, make_random_target
 from scripts.capture import (
     ROWS_PER_CHUNK,
     CaptureJob,
@@ -46,6 +37,12 @@ from scripts.capture import (
     plan_capture,
 )
 
+SIZES = {
+    "small": (RunSizes(hidden=64, layers=6), 6, 128, 2),
+    "cpu": (RunSizes(), 60, 1024, 10),
+    "8b": (RunSizes(hidden=2048, layers=16, dtype="bfloat16"), 60, 1024, 10),
+}
+"""Target, number of packed sequences, their tokens, and sequences that are timed at once."""
 STORED = [
     (StateFormat.bf16, TeacherKind.hidden),
     (StateFormat.int8, TeacherKind.hidden),
@@ -108,81 +105,53 @@ def measure_run_rates(
     return rates
 
 
-def build_speed_table(rates: dict[str, list[float]]) -> Table:
-    """Build a table of median tokens/s, and of median ratios to each of the first two runs."""
-    table = Table("", "tokens/s", "of target.read", "of read and logits")
-    forward, with_logits = list(rates.values())[:2]
-    for name, speeds in rates.items():
-        ratios = [
-            statistics.median(a / b for a, b in zip(speeds, base, strict=True))
-            for base in (forward, with_logits)
+def measure_capture(size: str) -> Figures:
+    """Measure tokens/s of each kind of capture over the bare pass, group by group.
+
+    The target is random; its tokenizer and the texts are those of the embedded default.
+    """
+    sizes, num_sequences, tokens, group = SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(TARGET_PATH)
+        sizes = replace(sizes, vocab=len(tokenizer), max_length=4096)
+        made = make_random_target(sizes, torch.device("cpu"))
+        made.model.save_pretrained(f"{folder}/target")
+        tokenizer.save_pretrained(f"{folder}/target")
+        config = CaptureRun(
+            target=TargetConfig(path=f"{folder}/target"),
+            data=DataConfig(path=CONVERSATIONS, max_length=tokens),
+            micro_batch_size=4,
+            num_replay_prompts=0,
+        )
+        state = join_processes()
+        work = plan_capture(config, state, SHARD_BYTES)
+        target = load_target(config.target, state.device)
+        lengths = work.packed_by_split["train"].sequence_lengths[:num_sequences]
+        shards = [
+            PlannedShard("train-00000", "train", first, first + group, sum(some))
+            for first in range(0, len(lengths) - group + 1, group)
+            for some in [lengths[first : first + group]]
         ]
-        table.add_row(name, f"{statistics.median(speeds):,.0f}", *(f"{r:.3f}" for r in ratios))
-    return table
-
-
-def build_size_table() -> Table:
-    """Build a table of bytes per token of 3 layers, including ids, documents and masks."""
-    table = Table("4,096 channels, 3 layers", "bytes/token", "KiB/token", "GiB per million tokens")
+        runs: dict[str, Callable[[PlannedShard], None]] = {
+            "the bare pass": partial(run_target_only, work, target, False),
+            "pass and logits": partial(run_target_only, work, target, True),
+        }
+        for way in STORED:
+            plan = replace(work.plan, contents=replace_storage(work.plan.contents, *way))
+            stored_work = replace(work, folder=Path(folder), plan=plan)
+            runs[format_run_label(*way)] = partial(capture_to_disk, stored_work, target)
+        rates = measure_run_rates(runs, shards)
+    speeds = {name: statistics.median(each) for name, each in rates.items()}
     contents = StoreContents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
     for way in STORED:
-        size = replace_storage(contents, *way).bytes_per_token
-        row = (f"{size:,}", f"{size / 1024:.2f}", f"{size * 1e6 / 2**30:.1f}")
-        table.add_row(format_run_label(*way), *row)
-    return table
+        name = format_run_label(*way)
+        base = "pass and logits" if way[1] is TeacherKind.top_k else "the bare pass"
+        yield f"{name} over {base}", speeds[name] / speeds[base]
+        yield f"tokens/s of {name}", speeds[name]
+        num_bytes = replace_storage(contents, *way).bytes_per_token
+        yield f"KiB/token of {name}, 3 layers of 4,096", num_bytes / 1024
 
 
 def format_run_label(state_format: StateFormat, teacher: TeacherKind) -> str:
     """Format the label of a capture: its format of states and its kind of teacher."""
     return f"{state_format.value}, {teacher.value}"
-
-
-def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the paths of target and data, and the sizes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a packed sequence")
-    parser.add_argument("--sequences", type=int, default=200)
-    parser.add_argument("--group", type=int, default=10, help="sequences timed at once")
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    return parser.parse_args(given)
-
-
-def measure_capture_rates(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Measure tokens/s of the bare passes and of each kind of capture, group by group."""
-    config = CaptureRun(
-        target=TargetConfig(path=options.target),
-        data=DataConfig(path=options.data, max_length=options.tokens),
-        micro_batch_size=options.micro_batch_size,
-        num_replay_prompts=0,
-    )
-    state = join_processes()
-    work = plan_capture(config, state, SHARD_BYTES)
-    target = load_target(config.target, state.device)
-    lengths = work.packed_by_split["train"].sequence_lengths[: options.sequences]
-    shards = [
-        PlannedShard("train-00000", "train", first, first + options.group, sum(group))
-        for first in range(0, len(lengths) - options.group + 1, options.group)
-        for group in [lengths[first : first + options.group]]
-    ]
-    runs: dict[str, Callable[[PlannedShard], None]] = {
-        "target.read": partial(run_target_only, work, target, False),
-        "target.read and logits": partial(run_target_only, work, target, True),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for way in STORED:
-            plan = replace(work.plan, contents=replace_storage(work.plan.contents, *way))
-            stored_work = replace(work, folder=Path(folder), plan=plan)
-            runs[format_run_label(*way)] = partial(capture_to_disk, stored_work, target)
-        return measure_run_rates(runs, shards)
-
-
-def main() -> None:
-    """Print the table of speeds and the table of sizes."""
-    Console().print(build_speed_table(measure_capture_rates(parse_arguments())))
-    Console().print(build_size_table())
-
-
-if __name__ == "__main__":
-    main()

@@ -19,13 +19,12 @@ set_passive_wait_policy()
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +44,9 @@ from heads.kinds import HEADS, make_untrained_head
 from heads.layers.fast_linear import pack_weights
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench import engine, training
-from scripts.bench.harness import ROOT, add_size_flags, build_markdown_table
+from scripts.bench.decoding import make_certain_target
+from scripts.bench.harness import WorkerProcess, build_markdown_table, take_answers
+from scripts.bench.training import RunSizes, make_random_target, start_run
 
 SIZES = {
     "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
@@ -82,24 +82,23 @@ def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
         sizes: keys of `SIZES`, and the name of a `dtype`.
         folder: folder for the output of training.
     """
-    options = training.parse_arguments([
-        "--hidden", str(sizes["hidden"]), "--layers", str(sizes["layers"]),
-        "--vocab", str(sizes["vocab"]), "--max-length", str(sizes["length"]), "--batch-size", "1",
-        "--dtype", sizes["dtype"], "--optimizer", "muon",
-    ])  # fmt: skip
+    run_sizes = RunSizes(
+        hidden=sizes["hidden"], layers=sizes["layers"], vocab=sizes["vocab"],
+        max_length=sizes["length"], batch_size=1, dtype=sizes["dtype"], optimizer="muon",
+    )  # fmt: skip
     return (
-        build_passes(sizes, options)
-        | build_training_steps(options, folder)
+        build_passes(sizes, run_sizes)
+        | build_training_steps(run_sizes, folder)
         | build_decoding_texts(sizes)
     )
 
 
-def build_passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str, Run]:
+def build_passes(sizes: dict[str, Any], run_sizes: RunSizes) -> dict[str, Run]:
     """Build passes of a target: over few packed rows, as in decoding; over many, as in training."""
-    answerer = engine.make_certain_target(
+    answerer = make_certain_target(
         getattr(torch, sizes["dtype"]), sizes["layers"], sizes["hidden"], sizes["vocab"]
     )
-    teacher = training.make_random_target(options, torch.device("cpu"))
+    teacher = make_random_target(run_sizes, torch.device("cpu"))
 
     def forward(target: Target, num_texts: int, num_rows: int) -> int:
         ids = torch.arange(num_texts * num_rows).view(num_texts, num_rows) % sizes["vocab"]
@@ -115,7 +114,7 @@ def build_passes(sizes: dict[str, Any], options: argparse.Namespace) -> dict[str
     }
 
 
-def build_training_steps(options: argparse.Namespace, folder: Path) -> dict[str, Run]:
+def build_training_steps(sizes: RunSizes, folder: Path) -> dict[str, Run]:
     """Build a step of the training loop for each head: target, head, loss, backward pass, Muon."""
 
     def step(run: Any) -> int:
@@ -124,8 +123,7 @@ def build_training_steps(options: argparse.Namespace, folder: Path) -> dict[str,
 
     steps: dict[str, Run] = {}
     for name, form in TRAINED.items():
-        options.head = form
-        run, _ = training.start_run(options, folder / form)
+        run, _ = start_run(replace(sizes, head=form), folder / form)
         steps[f"{name}, training step"] = partial(step, run)
     return steps
 
@@ -136,7 +134,7 @@ def build_decoding_texts(sizes: dict[str, Any]) -> dict[str, Run]:
     The target predicts each token by so wide a margin that rounding in bfloat16 changes no token.
     """
     dtype, vocab = getattr(torch, sizes["dtype"]), sizes["vocab"]
-    target = engine.make_certain_target(dtype, sizes["layers"], sizes["hidden"], vocab)
+    target = make_certain_target(dtype, sizes["layers"], sizes["hidden"], vocab)
     length = sizes["new_tokens"]
     # Its text repeats the prompt, so that look-ups find matches.
     start = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:1].tolist()
@@ -167,80 +165,26 @@ def build_decoding_texts(sizes: dict[str, Any]) -> dict[str, Run]:
 
 
 def serve_parts(sizes: dict[str, Any]) -> None:
-    """Run the part that each line of standard input names; answer `MILLISECONDS STEPS`."""
+    """Answer with processor and parts, then each part's name with milliseconds and steps."""
     torch.set_num_threads(sizes["threads"])
-    # Other output of training goes to standard error.
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answer = take_answers()
     with tempfile.TemporaryDirectory() as folder:
         runs = build_parts(sizes, Path(folder))
-        print(json.dumps([str(this_processor()), list(runs)]), file=answers, flush=True)
+        answer([str(this_processor()), list(runs)])
         for line in sys.stdin:
             watch = Stopwatch()
-            num_steps = runs[line.strip()]()
-            milliseconds = 1000 * watch.processor_seconds()
-            print(f"{milliseconds} {num_steps}", file=answers, flush=True)
+            num_steps = runs[json.loads(line)]()
+            answer([1000 * watch.processor_seconds(), num_steps])
 
 
-class WorkerProcess:
-    """Hold a process that runs parts, and stays open while other processes run theirs.
-
-    Args:
-        variables: environment variables to add to those of this process.
-        sizes: keys of `SIZES`, and the name of a `dtype`.
-    """
-
-    def __init__(self, variables: Mapping[str, str], sizes: Mapping[str, object]) -> None:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, which `end_process` closes
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", json.dumps(sizes)],
-            cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(sizes["threads"]), **variables},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-        )  # fmt: skip
-
-    @cached_property
-    def about(self) -> tuple[str, list[str]]:
-        """Return the processor's name and the parts' names once the process is ready.
-
-        Raises:
-            InputError: the process failed.
-        """
-        processor, names = json.loads(self._read_answer())
-        return processor, names
-
-    def run_part(self, part: str) -> tuple[float, int]:
-        """Run a part in the process; return its milliseconds and its number of steps.
-
-        Raises:
-            InputError: the process failed.
-        """
-        assert self._process.stdin is not None
-        self._process.stdin.write(part + "\n")
-        self._process.stdin.flush()
-        milliseconds, num_steps = self._read_answer().split()
-        return float(milliseconds), int(num_steps)
-
-    def end_process(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def _read_answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._errors.seek(0)
-            raise InputError(f"a process failed:\n{self._errors.read()[-2000:]}")
-        return line
-
-
-def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
-    """Time all parts, in one process after the other, after one run to warm up.
+def measure_parts(
+    workers: Mapping[str, WorkerProcess], names: Sequence[str], repeats: int
+) -> Times:
+    """Time parts, in one process after the other, after one run to warm up.
 
     Raises:
         InputError: the processes take different steps, so their times do not compare.
     """
-    names = next(iter(workers.values())).about[1]
     times: dict[str, dict[str, list[float]]] = {
         column: {name: [] for name in names} for column in workers
     }
@@ -248,7 +192,8 @@ def measure_parts(workers: Mapping[str, WorkerProcess], repeats: int) -> Times:
         for name in names:
             steps = {}
             for column, worker in workers.items():
-                milliseconds, steps[column] = worker.run_part(name)
+                worker.send(name)
+                milliseconds, steps[column] = worker.receive()
                 if repeat:
                     times[column][name].append(milliseconds)
             if len(set(steps.values())) > 1:
@@ -287,7 +232,8 @@ def build_rows(times: Times) -> tuple[list[tuple[str, ...]], float]:
 def main(given: list[str] | None = None) -> int:
     """Print the table of all parts; return 1 if a part exceeds the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_size_flags(parser, **SIZES, repeats=5)
+    for name, size in {**SIZES, "repeats": 5}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     parser.add_argument("--limit", type=float, default=3.0, help="largest allowed ratio of times")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(given)
@@ -297,14 +243,20 @@ def main(given: list[str] | None = None) -> int:
     sizes = {name: getattr(options, name) for name in SIZES}
     with ExitStack() as stack:
         workers = {
-            column: WorkerProcess(variables, sizes | {"dtype": dtype})
+            column: WorkerProcess(
+                "cpu",
+                "--serve",
+                json.dumps(sizes | {"dtype": dtype}),
+                OMP_NUM_THREADS=str(options.threads),
+                **variables,
+            )
             for column, (variables, dtype) in COLUMNS.items()
         }
         for worker in workers.values():
             stack.callback(worker.end_process)
         try:
-            here, old, *_ = (worker.about[0] for worker in workers.values())
-            times = measure_parts(workers, options.repeats)
+            (here, names), (old, _), *_ = [each.receive() for each in workers.values()]
+            times = measure_parts(workers, names, options.repeats)
         except InputError as error:
             sys.exit(f"error: {error}")
     rows, worst = build_rows(times)

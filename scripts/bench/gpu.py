@@ -44,14 +44,13 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from conf.command.run_record import PARENT_COMMAND_VARIABLE
 from conf.files import cache_dir
 from scripts import demo
-from scripts.bench import gpu_figures
-from scripts.bench.gpu_figures import FIGURES, Row
-from scripts.bench.harness import ROOT, best_device, format_device
+from scripts.bench import measure
+from scripts.bench.harness import ROOT, Figures, best_device, format_device, format_figure
+from scripts.bench.measure import FIGURES, Row, build_figures_table, build_row
 
 RESULTS, STAGE = "HEADSMITH_GPU_RESULTS", "HEADSMITH_GPU_STAGE"
 """Environment variables of a stage's tests: the file for their lines, and the stage's name."""
@@ -66,6 +65,11 @@ PLANNED_S = 760
 seconds in all, each limit grows in proportion."""
 LEAST_S, RESERVE_S = 15, 5
 """Seconds that a stage of figures needs at least, and seconds left for the end."""
+USUAL_MOST_S = 80.0
+MOST_S = {"ceilings": 30.0, "decode": 90.0, "train medusa": 70.0}
+"""Seconds after which a stage of figures is ended; other stages have `USUAL_MOST_S`."""
+METRIC_NAMES = ("train/loss", "train/tokens", "train/tokens_per_s", "eval/loss", "eval/tau")
+"""Figures of a training; the last value of each is shown."""
 PARTS, PROMPTS, QUESTIONS = ("part0", "part1"), "prompts.jsonl", "questions.jsonl"
 """Files that `make gpu-carry` makes: halves of a wheel, prompts to learn and to measure on."""
 HEADS = ("dflash", "eagle3", "mtp", "dflash2", "dspark", "peagle", "eagle1", "medusa")
@@ -164,8 +168,8 @@ class Results:
 
 def append_figures(results: Results, name: str, small: bool) -> None:
     """Run a stage of `FIGURES`, and append each figure with its floor and its prediction."""
-    for figure, value in FIGURES[name](small):
-        results.append_row(gpu_figures.build_row(name, figure, value, judged=not small))
+    for figure, value in FIGURES[name]("small" if small else "8b"):
+        results.append_row(build_row(name, figure, value, judged=not small))
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -304,7 +308,7 @@ class Runner:
     def measure_stages(self, names: list[str]) -> None:
         """Run stages of `FIGURES` in processes, one after another."""
         for name in names:
-            most = gpu_figures.MOST_S.get(name, gpu_figures.USUAL_MOST_S)
+            most = MOST_S.get(name, USUAL_MOST_S)
             begun, limit = time.monotonic(), self.compute_limit(most)
             options = ["--figures-of", name, *(["--small"] if self.small else [])]
             if self._has_time(name, LEAST_S):
@@ -320,10 +324,8 @@ class Runner:
             begun, limit = time.monotonic(), self.compute_limit(command.most_s)
             out_dir = work / command.name
             code = self.run_command(command.name, [*command.words, f"out_dir={out_dir}"], limit)
-            for figure, value in gpu_figures.iter_result_figures(out_dir):
-                self.results.append_row(
-                    gpu_figures.build_row(command.name, figure, value, judged=False)
-                )
+            for figure, value in iter_result_figures(out_dir):
+                self.results.append_row(build_row(command.name, figure, value, judged=False))
             self.note_end(command.name, code, begun)
             keep_results(self.results.folder, work)
 
@@ -443,6 +445,27 @@ def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
     ]  # fmt: skip
 
 
+def iter_result_figures(folder: Path) -> Figures:
+    """Yield the figures in the results of a command: losses, tau, tokens/s, speed-ups."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        last: dict[str, float] = {}
+        for line in metrics.read_text().splitlines():
+            last |= json.loads(line)
+        yield from ((name, last[name]) for name in METRIC_NAMES if name in last)
+    for file in (folder / "acceptance.json", folder / "speedup.json"):
+        content = json.loads(file.read_text()) if file.exists() else {}
+        if "tau" in content:
+            yield "tau", content["tau"]
+        sizes = {**content.get("concurrency", {}), str(content.get("batch_size")): content}
+        for size, result in sizes.items():
+            for method, row in result.get("methods", {}).items():
+                at_a_time = "" if size == "1" else f", {size} at a time"
+                for name in ("tau", "tokens_per_s", "speedup"):
+                    if row.get(name) is not None:
+                        yield f"{method}{at_a_time}, {name.replace('_per_s', '/s')}", row[name]
+
+
 def keep_results(folder: Path, work: Path) -> None:
     """Pack small results, and the first head in bfloat16, into files of at most 15 MiB."""
     packed = folder / "results.tar.gz"
@@ -468,25 +491,6 @@ def keep_results(folder: Path, work: Path) -> None:
 # The whole
 
 
-def build_figures_table(rows: list[Row], title: str) -> Table:
-    """Build a table with a row for each figure; a repeated figure shows its last value."""
-    verdicts = {True: "pass", False: "FAIL", None: "-"}
-    table = Table("stage", "figure", title=title)
-    for column in ("value", "predicted", "floor", "result"):
-        table.add_column(column, justify="right")
-    last = {(row["stage"], row["figure"]): row for row in rows if "figure" in row}
-    for row in last.values():
-        numbers = (_format_figure(row[name]) for name in ("value", "predicted", "floor"))
-        table.add_row(row["stage"], row["figure"], *numbers, verdicts[row["passed"]])
-    return table
-
-
-def _format_figure(figure: float | None) -> str:
-    if figure is None:
-        return "-"
-    return f"{figure:,.3g}" if abs(figure) < 1000 else f"{figure:,.0f}"
-
-
 def list_failures(rows: list[Row]) -> list[str]:
     """Describe failed tests, figures below their floors, and stages that did not end well."""
     last: dict[tuple[str, ...], Row] = {}
@@ -501,7 +505,7 @@ def list_failures(rows: list[Row]) -> list[str]:
             error = row.get("error", "").partition("\n")[0][:200]
             failures.append(f"{row['stage']}: {row['test']}: {error}")
         elif row.get("passed") is False:
-            values = f"{_format_figure(row['value'])}, floor {_format_figure(row['floor'])}"
+            values = f"{format_figure(row['value'])}, floor {format_figure(row['floor'])}"
             failures.append(f"{row['stage']}: {row['figure']}: {values}")
     return failures
 
@@ -528,8 +532,8 @@ def choose_stages(names: list[str]) -> tuple[list[str], set[str]]:
         names: stages and groups that were typed; none takes all.
     """
     groups = {
-        "checks": list(CHECKS), "figures": list(gpu_figures.MAIN), "model": list_model_stages(),
-        "more": list(gpu_figures.MORE),
+        "checks": list(CHECKS), "figures": list(measure.MAIN), "model": list_model_stages(),
+        "more": list(measure.MORE),
     }  # fmt: skip
     known = [name for group in groups.values() for name in group]
     unknown = sorted(set(names) - set(known) - groups.keys())
@@ -607,9 +611,9 @@ def main() -> None:
         sys.exit(f"error: {get_work_dir()} lacks one of {', '.join(PARTS)}: carry both folders")
     checks = [name for name in names if name in CHECKS]
     runner.run_checks(checks, SHARE_OF_CHECKS if len(names) > len(checks) else 1.0)
-    runner.measure_stages([name for name in names if name in gpu_figures.MAIN])
+    runner.measure_stages([name for name in names if name in measure.MAIN])
     runner.use_model(of_model, model or Path())
-    runner.measure_stages([name for name in names if name in gpu_figures.MORE])
+    runner.measure_stages([name for name in names if name in measure.MORE])
     rows, title = results.load_rows(), f"{machine['device']}, torch {machine['torch']}"
     Console(width=110).print(build_figures_table(rows, title))
     failed = list_failures(rows)

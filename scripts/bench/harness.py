@@ -1,15 +1,17 @@
-"""Measure time and memory of a computation; workers, flags and tables of all benchmarks.
+"""Measure time and memory of a computation, in this process or in a worker; tables of figures.
 
 Needs only torch, so that it also runs in the environments of other toolkits.
 """
 
-import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ from conf.command.clock import measure_seconds
 from conf.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
+Figures = Iterator[tuple[str, float]]
+"""Names and values of a case, as soon as they are known."""
+REPEATS = 3
 
 
 class Footprint(NamedTuple):
@@ -34,7 +39,9 @@ class Footprint(NamedTuple):
     peak_bytes: int
 
 
-def measure_footprint(run: Callable[[], object], device: torch.device, repeats: int) -> Footprint:
+def measure_footprint(
+    run: Callable[[], object], device: torch.device, repeats: int = REPEATS
+) -> Footprint:
     """Measure a call: once to warm up, once for its memory and `repeats` times for its time."""
     run()
     peak = measure_peak_bytes(run, device)
@@ -73,34 +80,88 @@ def compute_peak_bytes(events: list[Any], within: str | None = None) -> int:
     return peak
 
 
-def run_worker(worker: str, job: dict[str, Any], python: str) -> dict[str, Any]:
+def run_worker(
+    worker: str,
+    job: dict[str, Any],
+    launch: Sequence[str] = (sys.executable,),
+    environ: Mapping[str, str] = os.environ,
+) -> dict[str, Any]:
     """Run a job in a separate process, and return its result.
 
     A separate process keeps the memory of different paths apart; another toolkit also needs other
-    packages. A worker reads a job and writes a result, both JSON files.
+    packages.
 
     Args:
-        worker: name of a module in `scripts/bench/`.
-        job: content of the JSON file that the worker reads.
-        python: path of the Python that runs the worker.
+        worker: name of a module in `scripts/bench/`, which prints its result as a line of JSON.
+        job: JSON values, the only word of its command line.
+        launch: Python that runs the worker, and what launches several processes of it.
+        environ: environment variables.
 
     Raises:
         InputError: the worker failed; the message has the end of its output.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        question, answer = Path(folder) / "job.json", Path(folder) / "result.json"
-        question.write_text(json.dumps(job))
-        command = [python, "-m", f"scripts.bench.{worker}", str(question), str(answer)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise InputError(f"{python}: {job} failed:\n{done.stderr[-2000:]}")
-        return json.loads(answer.read_text())
+    command = [*launch, "-m", f"scripts.bench.{worker}", json.dumps(job)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise InputError(f"{launch[0]}: {job} failed:\n{done.stderr[-2000:]}")
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
 
 
-def add_size_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add a flag for each whole number, named after its keyword."""
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+class WorkerProcess:
+    """Hold a process that answers lines of JSON, and stays open while other processes work.
+
+    Args:
+        worker: name of a module in `scripts/bench/`.
+        words: words of its command line.
+        environ: environment variables to add to those of this process.
+    """
+
+    def __init__(self, worker: str, *words: str, **environ: str) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, which `end_process` closes
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"scripts.bench.{worker}", *words],
+            cwd=ROOT, env=os.environ | environ,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        self.pid = self._process.pid
+
+    def send(self, value: Any) -> None:
+        """Send a value to the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> Any:
+        """Return the next answer of the process.
+
+        Raises:
+            InputError: the process failed.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise InputError(f"a process failed:\n{self._errors.read()[-2000:]}")
+        return json.loads(line)
+
+    def end_process(self) -> None:
+        """Let the process end with its input, and kill it if it does not within 10 seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=10)
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+def take_answers() -> Callable[[Any], None]:
+    """Return the function that answers the parent of a `WorkerProcess`.
+
+    Effects: other output of this process goes to standard error.
+    """
+    answers, sys.stdout = sys.stdout, sys.stderr
+    return lambda value: print(json.dumps(value), file=answers, flush=True)
 
 
 def best_device() -> torch.device:
@@ -113,6 +174,13 @@ def format_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s)"
+
+
+def format_figure(figure: float | None) -> str:
+    """Format a figure with three digits; `-` for none."""
+    if figure is None:
+        return "-"
+    return f"{figure:,.3g}" if abs(figure) < 1000 else f"{figure:,.0f}"
 
 
 def build_markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

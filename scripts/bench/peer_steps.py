@@ -1,9 +1,8 @@
 """Run a training step of a draft head on stored hidden states, the way of one toolkit.
 
-    python -m scripts.bench.peer_steps job.json result.json
-
-runs in the environment of the path that the job names, so it imports only torch and that path's
-library. Letters: T tokens, H hidden, V vocabulary, W draft vocabulary, K depths.
+A worker (`scripts.bench.harness.run_worker`) in the environment of the path that the job names, so
+it imports only torch and that path's library. Letters: T tokens, H hidden, V vocabulary, W draft
+vocabulary, K depths.
 """
 
 import json
@@ -11,8 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -346,27 +343,14 @@ def build_stepper(training: PeerTraining) -> Callable[[], Tensor]:
     return step
 
 
-def measure_peer_step(job: StepJob, training: PeerTraining, device: torch.device) -> dict[str, Any]:
-    """Measure the loss of the first step and the cost of later ones; name the versions that ran."""
-    step = build_stepper(training)
-    loss = float(step())
-    names = ["torch", *(["speculators"] if "speculators" in job.path else [])]
-    return {
-        "loss": loss,
-        **measure_footprint(step, device, job.repeats)._asdict(),
-        "versions": [f"{name} {version(name)}" for name in names],
-    }
-
-
-def main() -> None:
-    """Read a job from a file, and write its result to another."""
-    question, answer = map(Path, sys.argv[1:])
-    job = StepJob(**json.loads(question.read_text()))
-    torch.set_num_threads(job.threads)
-    device = best_device()
-    training = STEPS_BY_NAME[job.path](job, StepInputs.from_job(job, device))
-    answer.write_text(json.dumps(measure_peer_step(job, training, device)))
+def measure_peer_step(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the loss of the first step and the cost of later ones, from the fields of a job."""
+    asked, device = StepJob(**job), best_device()
+    torch.set_num_threads(asked.threads)
+    inputs = StepInputs.from_job(asked, device)
+    step = build_stepper(STEPS_BY_NAME[asked.path](asked, inputs))
+    return {"loss": float(step()), **measure_footprint(step, device, asked.repeats)._asdict()}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure_peer_step(json.loads(sys.argv[1]))))

@@ -24,12 +24,11 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from conf.errors import InputError
-from scripts.bench.harness import ROOT, build_markdown_table
+from scripts.bench.harness import ROOT, build_markdown_table, format_figure
 
 LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
 TARGETS = {
@@ -53,30 +52,17 @@ OTHERS = (
 """Drafting without a head; the draft model has half the target's layers and half its width."""
 TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
 DECODING = {"length": 2048}
-PUBLISHED = """\
-Published by others, measured, tokens/s of one GPU: NeMo, EAGLE-3 of 4 steps beside Llama-3.1-8B,
-packed 2,048: 7,200 (28 samples/s on 8 A100). TorchSpec, DFlash beside Qwen3-8B, up to 2,048 tokens
-a sample: up to 7,700 (15 samples/s on 4 H100). SpecForge, a draft of 1.1 B beside Qwen3-8B, 256
-anchors, about 550 tokens: 3,400 (50 samples/s on 8 H200), 44% of the products' peak."""
 TESTS = ROOT / "tests"
 WORKER = """\
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])  # before torch
 from emulated.predicted import main
 main(sys.argv[2])"""
-HEADER = (
-    "head", "launches", "waits", "shapes of attention", "host, ms", "device, ms", "products",
-    "binds", "tokens/s", "of peak",
-)  # fmt: skip
-STEPS = (
-    "drafter", "launches", "waits", "shapes of attention", "kernels", "GB", "ms",
-    "over a plain step",
-)  # fmt: skip
 
 
-def count_operations(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
+def count_operations(name: str, shape: str, sizes: dict[str, int]) -> dict[str, Any]:
     """Count the operations of a step, in a separate process on the emulated GPU."""
-    bar.set_postfix_str(f"{name}, {shape}")
+    print(f"{name}, {shape}", file=sys.stderr, flush=True)
     job = {"name": name, "shape": shape, **sizes}
     with tempfile.TemporaryDirectory() as folder:
         question = Path(folder) / "job.json"
@@ -89,7 +75,6 @@ def count_operations(bar: tqdm, name: str, shape: str, sizes: dict[str, int]) ->
         )  # fmt: skip
     if done.returncode:
         raise InputError(f"{job} failed:\n{done.stderr[-2000:]}")
-    bar.update()
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -117,46 +102,57 @@ def compile_emulator() -> Path:
     return compiled(folder)
 
 
-def format_training_row(name: str, step: dict[str, Any]) -> tuple[str, ...]:
-    """Format a row of the table of training steps."""
-    host, device = LAUNCH_S * step["num_launches"], step["device_s"]
-    seconds, products = estimate_step_seconds(step), step["product_s"]
-    binds = "launches" if host > device else "products" if products > device / 2 else "memory"
-    return (
-        name, f"{step['num_launches']:,.0f}", f"{step['num_waits']}", f"{step['num_shapes']}",
-        f"{1000 * host:.0f}", f"{1000 * device:.0f}", f"{products / seconds:.0%}", binds,
-        f"{step['num_tokens'] / seconds:,.0f}", f"{step['flops'] / seconds / PEAK_FLOPS:.0%}",
-    )  # fmt: skip
-
-
-def format_decoding_row(name: str, step: dict[str, Any], plain: dict[str, Any]) -> tuple[str, ...]:
-    """Format a row of the table of decoding steps, compared with a step that drafts nothing."""
+def summarise_training(step: dict[str, Any]) -> dict[str, float]:
+    """Summarise a training step by the columns of the table."""
     seconds = estimate_step_seconds(step)
-    return (
-        name, f"{step['num_launches']:.0f}", f"{step['num_waits']:.0f}",
-        f"{step['num_shapes']:.0f}", f"{step['num_kernels']:,.0f}", f"{step['bytes'] / 1e9:.1f}",
-        f"{1000 * seconds:.1f}", f"{seconds / estimate_step_seconds(plain):.2f}",
-    )  # fmt: skip
+    return {
+        "launches": step["num_launches"], "waits": step["num_waits"],
+        "shapes of attention": step["num_shapes"],
+        "host, ms": 1000 * LAUNCH_S * step["num_launches"], "device, ms": 1000 * step["device_s"],
+        "products": step["product_s"] / seconds, "tokens/s": step["num_tokens"] / seconds,
+        "of peak": step["flops"] / seconds / PEAK_FLOPS,
+    }  # fmt: skip
 
 
-def print_predictions(target: str, names: list[str], bar: tqdm) -> None:
-    """Print the table of training and the table of decoding for a target."""
+def summarise_decoding(step: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """Summarise a decoding step by the columns of the table, beside one that drafts nothing."""
+    seconds = estimate_step_seconds(step)
+    return {
+        "launches": step["num_launches"], "waits": step["num_waits"],
+        "shapes of attention": step["num_shapes"], "kernels": step["num_kernels"],
+        "GB": step["bytes"] / 1e9, "ms": 1000 * seconds,
+        "over a plain step": seconds / estimate_step_seconds(plain),
+    }  # fmt: skip
+
+
+def print_table(title: str, steps: dict[str, dict[str, float]]) -> None:
+    """Print a table with a row for each step."""
+    header = ("step", *next(iter(steps.values())))
+    rows = [(name, *map(format_figure, step.values())) for name, step in steps.items()]
+    print(f"\n{title}\n\n{build_markdown_table(header, rows)}", flush=True)
+
+
+def predict_steps(
+    target: str, trained: Sequence[str], decoded: Sequence[tuple[str, str]]
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Predict training steps by head, and decoding steps by drafter and shape; `none` comes first.
+
+    Args:
+        target: key of `TARGETS`.
+        trained: recipes.
+        decoded: drafters, each with `chain` or `tree`.
+    """
     sizes = TARGETS[target]
-    trained = [name for name in names if name in RECIPES]
-    rows = [
-        format_training_row(name, count_operations(bar, name, "train", sizes | TRAINING))
+    steps = {
+        name: summarise_training(count_operations(name, "train", sizes | TRAINING))
         for name in trained
-    ]
-    tqdm.write(f"\nTraining beside a {target} target, 2 sequences of 4,096 tokens a step\n")
-    tqdm.write(build_markdown_table(HEADER, rows))
-    plain = count_operations(bar, "none", "chain", sizes | DECODING)
-    steps = [format_decoding_row("none", plain, plain)]
-    for name in names:
-        for shape in list_draft_shapes(name):
-            step = count_operations(bar, name, shape, sizes | DECODING)
-            steps.append(format_decoding_row(f"{name}, {shape}", step, plain))
-    tqdm.write(f"\nA captured step behind 2,048 tokens, {target} target, one text\n")
-    tqdm.write(build_markdown_table(STEPS, steps))
+    }
+    plain = count_operations("none", "chain", sizes | DECODING)
+    drafts = {"none": summarise_decoding(plain, plain)}
+    for name, shape in decoded:
+        step = count_operations(name, shape, sizes | DECODING)
+        drafts[f"{name} {shape}"] = summarise_decoding(step, plain)
+    return steps, drafts
 
 
 def list_draft_shapes(name: str) -> tuple[str, ...]:
@@ -166,22 +162,18 @@ def list_draft_shapes(name: str) -> tuple[str, ...]:
     return ("chain",) if name in OTHERS else ("chain", "tree")
 
 
-def write_predictions(bar: tqdm) -> None:
+def write_predictions() -> None:
     """Write predictions of the stages of `scripts/bench/gpu.py` that run at 8B sizes."""
-    sizes, stages = TARGETS["8b"], dict[str, dict[str, float]]()
-    for name in TRAINED:
-        step = count_operations(bar, name, "train", sizes | TRAINING)
-        stages[f"train {name}"] = {
-            "tokens/s": round(step["num_tokens"] / estimate_step_seconds(step))
-        }
-    plain = estimate_step_seconds(count_operations(bar, "none", "chain", sizes | DECODING))
-    stages["decode"] = {"ms per token, captured": round(1000 * plain, 2)}
-    for name, shape in DECODED:
-        ratio = plain / estimate_step_seconds(count_operations(bar, name, shape, sizes | DECODING))
-        stages["decode"][f"speed-up / tau, {name} {shape}"] = round(ratio, 2)
+    steps, drafts = predict_steps("8b", TRAINED, DECODED)
+    stages: dict[str, dict[str, float]] = {
+        f"train {name}": {"tokens/s": round(steps[name]["tokens/s"])} for name in TRAINED
+    }
+    stages["decode"] = {"ms per token, captured": round(drafts.pop("none")["ms"], 2)}
+    for name, step in drafts.items():
+        stages["decode"][f"speed-up / tau, {name}"] = round(1 / step["over a plain step"], 2)
     text = json.dumps(stages, indent=1)
     PREDICTIONS_FILE.write_text(text + "\n")
-    tqdm.write(f"{text}\nwritten to {PREDICTIONS_FILE}")
+    print(f"{text}\nwritten to {PREDICTIONS_FILE}")
 
 
 def main() -> None:
@@ -194,21 +186,19 @@ def main() -> None:
         "--save", action="store_true", help=f"write {PREDICTIONS_FILE.name} and no table"
     )
     options = parser.parse_args()
-    names, targets = options.names, options.targets
-    of_target = sum((name in RECIPES) + len(list_draft_shapes(name)) for name in names)
-    num_steps = len(targets) * (of_target + 1)
-    if options.save:
-        num_steps = len(TRAINED) + len(DECODED) + 1
+    trained = [name for name in options.names if name in RECIPES]
+    decoded = [(name, shape) for name in options.names for shape in list_draft_shapes(name)]
     try:
-        with tqdm(total=num_steps, unit="step") as bar:
-            if options.save:
-                write_predictions(bar)
-                return
-            for target in targets:
-                print_predictions(target, names, bar)
+        if options.save:
+            write_predictions()
+            return
+        for target in options.targets:
+            steps, drafts = predict_steps(target, trained, decoded)
+            if steps:
+                print_table(f"Training beside a {target} target, 2 x 4,096 tokens a step", steps)
+            print_table(f"A captured step of one text behind 2,048 tokens, {target} target", drafts)
     except InputError as error:
         sys.exit(f"error: {error}")
-    print(f"\n{PUBLISHED}")
 
 
 if __name__ == "__main__":

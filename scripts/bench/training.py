@@ -1,40 +1,30 @@
-"""Speed of training, the time of its parts, and the utilisation of the hardware.
+"""Runs of training of any size: their speed, the time of their parts, and their memory.
 
-`python scripts/bench/training.py [HEAD] [--hidden 4096 --layers 32 ...]` runs the training loop
-itself on a random target of that shape, with random documents of chat-like lengths. It prints
-tokens/s (without padding), peak memory, padding, the share of time of each part, and model FLOP
-utilisation. Utilisation is the FLOPs of the target's forward pass and of the head's forward and
-backward pass, counted on one step, divided by the time of a step and by the FLOP/s of a square
-matrix product measured in the same run.
+A run is the training loop itself on a random target, with random documents of chat-like lengths.
+Utilisation is the FLOPs of the target's forward pass and of the head's forward and backward pass,
+counted on one step, divided by the time of a step and by the FLOP/s of a square matrix product
+measured in the same run.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
-
-from conf.command.environment import set_passive_wait_policy
-
-set_passive_wait_policy()
-
-import argparse
 import gc
 import importlib
+import json
 import math
+import os
 import random
 import resource
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -45,11 +35,17 @@ from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from data.features.store_format import StoreContents, TensorSpec
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
-from heads.kinds import build_variant_table, find_kind_name, make_untrained_head
+from heads.kinds import find_kind_name, make_untrained_head
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
-from scripts.bench.harness import add_size_flags, best_device, format_device
+from scripts.bench.harness import (
+    REPEATS,
+    ROOT,
+    Figures,
+    compute_peak_bytes,
+    run_worker,
+)
 from train.batch.data_loader import Dataset
 from train.loop import loop, memory
 from train.loop.loop import TrainingJob
@@ -59,42 +55,70 @@ from train.parallel import processes
 PARTS = ("waiting", "target", "head", "loss", "backward", "optimizer")
 NUM_WARM_UP = 2
 MEAN_DOCUMENT_TOKENS = 400
+LAUNCH_FILES = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-2": "zero2"}
 
 
-def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the settings; the defaults suit a CPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("head", nargs="?", default="eagle3", choices=tuple(build_variant_table()))
-    add_size_flags(parser, hidden=256, layers=8, vocab=4096, draft_vocab=32000, micro_batch_size=1)
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences per step")
-    parser.add_argument("--steps", type=int, default=6, help="number of timed steps")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "muon"))
-    parser.add_argument("--compile", action="store_true")
-    return parser.parse_args(given)
+@dataclass(frozen=True)
+class RunSizes:
+    """Sizes of a run; the defaults suit a CPU.
+
+    Attributes:
+        head: a key of `heads.kinds.build_variant_table`.
+        hidden, layers, vocab: sizes of the target.
+        draft_vocab: ids of the draft vocabulary, for heads that can have one.
+        max_length: tokens per sequence.
+        batch_size, micro_batch_size: sequences per step, and per pass.
+        steps: number of timed steps.
+        dtype: of the target, and of training.
+        optimizer: `adamw` or `muon`.
+        compile: whether the step's parts are compiled.
+    """
+
+    head: str = "eagle3"
+    hidden: int = 256
+    layers: int = 8
+    vocab: int = 4096
+    draft_vocab: int = 32000
+    max_length: int = 1024
+    batch_size: int = 2
+    micro_batch_size: int = 1
+    steps: int = 6
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    compile: bool = False
 
 
-def make_random_target(options: argparse.Namespace, device: torch.device) -> Target:
+SIZES = {
+    "small": RunSizes(hidden=64, layers=6, vocab=256, max_length=128, steps=2),
+    "cpu": RunSizes(),
+    "8b": RunSizes(
+        hidden=4096, layers=32, vocab=128256, max_length=4096, steps=12, dtype="bfloat16",
+        compile=True,
+    ),
+}  # fmt: skip
+"""Sizes of the cases: the least that shows that everything runs; a CPU's; Llama-3-8B's shape."""
+
+
+def make_random_target(sizes: RunSizes, device: torch.device) -> Target:
     """Make a random Llama with 128-wide heads, four per key-value head."""
     torch.manual_seed(0)
-    num_heads = max(4, options.hidden // 128)
+    num_heads = max(4, sizes.hidden // 128)
     config = LlamaConfig(
-        vocab_size=options.vocab, hidden_size=options.hidden,
-        intermediate_size=int(3.5 * options.hidden), num_hidden_layers=options.layers,
+        vocab_size=sizes.vocab, hidden_size=sizes.hidden,
+        intermediate_size=int(3.5 * sizes.hidden), num_hidden_layers=sizes.layers,
         num_attention_heads=num_heads, num_key_value_heads=max(1, num_heads // 4),
-        max_position_embeddings=options.max_length, eos_token_id=None,
+        max_position_embeddings=sizes.max_length, eos_token_id=None,
     )  # fmt: skip
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype))
     return Target(model, None, "random")
 
 
 def make_embeddings_and_output_head(
-    options: argparse.Namespace, device: torch.device
+    sizes: RunSizes, device: torch.device
 ) -> EmbeddingsAndOutputHead:
     """Make the ends of a random target, all that a run beside a feature store has of it."""
-    model = make_random_target(options, torch.device("meta")).model
+    model = make_random_target(sizes, torch.device("meta")).model
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
         end.to_empty(device=device).weight.data.normal_(std=0.02)
     return EmbeddingsAndOutputHead.from_model(model, None, "random")
@@ -124,14 +148,14 @@ class StoredRows:
         return {**states, **row}
 
 
-def iter_documents(options: argparse.Namespace, num_sequences: int) -> Iterator[Sample]:
+def iter_documents(sizes: RunSizes, num_sequences: int) -> Iterator[Sample]:
     """Yield documents of random tokens, with log-normal lengths; the first third is a prompt."""
     generator = random.Random(0)
-    left = num_sequences * options.max_length
+    left = num_sequences * sizes.max_length
     while left > 0:
         spread = generator.lognormvariate(math.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0)
-        length = max(8, min(options.max_length, int(spread)))
-        ids = [generator.randrange(options.vocab) for _ in range(length)]
+        length = max(8, min(sizes.max_length, int(spread)))
+        ids = [generator.randrange(sizes.vocab) for _ in range(length)]
         yield Sample(ids, [i >= length // 3 for i in range(length)])
         left -= length
 
@@ -150,7 +174,7 @@ def make_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVo
 
 
 def start_run(
-    options: argparse.Namespace,
+    sizes: RunSizes,
     out_dir: Path,
     samples: Iterable[Sample] | None = None,
     stored: bool = False,
@@ -158,31 +182,30 @@ def start_run(
     """Make a run of the training loop before its first step, and its data.
 
     Args:
-        options: result of `parse_arguments`.
+        sizes: sizes of the run.
         out_dir: folder for the output of training.
         samples: samples to learn; unset takes `iter_documents`.
         stored: whether to train on hidden states of a feature store, with only the embedding and
             the output head of the target.
     """
-    num_steps = NUM_WARM_UP + 2 * options.steps + 2
+    num_steps = NUM_WARM_UP + 2 * sizes.steps + 2
     config = TrainConfig(
-        max_steps=num_steps, warmup_steps=1, batch_size=options.batch_size,
-        micro_batch_size=options.micro_batch_size, dtype=Dtype(options.dtype), learning_rate=1e-3,
-        adam_learning_rate=1e-3, optimizer=Optimizer(options.optimizer),
-        schedule=Schedule.constant,
+        max_steps=num_steps, warmup_steps=1, batch_size=sizes.batch_size,
+        micro_batch_size=sizes.micro_batch_size, dtype=Dtype(sizes.dtype), learning_rate=1e-3,
+        adam_learning_rate=1e-3, optimizer=Optimizer(sizes.optimizer), schedule=Schedule.constant,
     )  # fmt: skip
     accelerator = processes.start_accelerator(config)
     target: EmbeddingsAndOutputHead
     target = (make_embeddings_and_output_head if stored else make_random_target)(
-        options, accelerator.device
+        sizes, accelerator.device
     )
     if samples is None:
-        samples = iter_documents(options, max(64, options.batch_size))
-    train = PackedDataset(samples, options.max_length, seed=0)
+        samples = iter_documents(sizes, max(64, sizes.batch_size))
+    train = PackedDataset(samples, sizes.max_length, seed=0)
     counts = train.count_token_ids(target.vocab_size)
-    vocab = DraftVocab.from_counts(counts, options.draft_vocab, [])
-    objective = make_objective(options.head, target, vocab)
-    if options.compile:
+    vocab = DraftVocab.from_counts(counts, sizes.draft_vocab, [])
+    objective = make_objective(sizes.head, target, vocab)
+    if sizes.compile:
         objective.compile_parts()
     rows: Dataset = train
     if stored:
@@ -191,6 +214,23 @@ def start_run(
         rows = StoredRows(train, contents.tensor_specs)
     job = TrainingJob(config, LogConfig(), 0, out_dir, objective, rows, rows)
     return loop.TrainingLoop(accelerator, job), train
+
+
+@contextmanager
+def open_run(
+    sizes: RunSizes, stored: bool = False
+) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
+    """Open a run of the training loop before its first step, in a temporary folder.
+
+    Yields:
+        The run and its data.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run, train = start_run(sizes, Path(folder) / "out", stored=stored)
+        try:
+            yield run, train
+        finally:
+            run.close()
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -265,102 +305,125 @@ def measure_part_fractions(run: loop.TrainingLoop, num_steps: int) -> dict[str, 
     return {name: seconds.get(PART + name, 0.0) / whole for name in PARTS}
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Hold the cost of some training steps.
+def measure_training(head: str, size: str, stored: bool = False) -> Figures:
+    """Measure the training loop with an untrained head: speed, memory, shares of its parts.
 
-    Attributes:
-        step_s: median time of a step.
-        tokens_per_s: tokens per second, without padding.
-        peak_gib: peak of the device's memory in training, or on a CPU of the process's memory.
-            Weights are in it.
-        padding: share of padding in the data set.
-        matmul: FLOP/s of a square matrix product.
-        utilisation: FLOP/s of the steps divided by `matmul`.
-        head_size: number of parameters of the head.
+    Memory is the peak of the device, or on a CPU of the process, with weights. Tokens are counted
+    without padding.
+
+    Args:
+        head: a key of `heads.kinds.build_variant_table`.
+        size: a key of `SIZES`.
+        stored: whether to train on stored hidden states of a target of Llama-3-70B's shape in
+            place of 8B's.
     """
-
-    step_s: float
-    tokens_per_s: float
-    peak_gib: float
-    padding: float
-    matmul: float
-    utilisation: float
-    head_size: int
-
-
-@contextmanager
-def open_run(options: argparse.Namespace) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
-    """Open a run of the training loop before its first step, in a temporary folder.
-
-    Yields:
-        The run and its data.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        run, train = start_run(options, Path(folder) / "out")
-        try:
-            yield run, train
-        finally:
-            run.close()
-
-
-def estimate_bytes(run: loop.TrainingLoop, options: argparse.Namespace) -> int | None:
-    """Estimate the memory of one process on a GPU in bytes; None without a formula."""
-    sizes = LaunchSpec.from_config(run.config, options.max_length, "DDP", run.accelerator)
-    parts = memory.estimate_memory(run.job.objective, sizes)
-    return None if parts is None else sum(parts.values())
-
-
-def measure_steps(
-    run: loop.TrainingLoop, train: PackedDataset, options: argparse.Namespace
-) -> Speed:
-    """Measure some training steps: their time, memory and FLOP/s."""
-    reset_peak_memory(run.device)
-    for _ in range(NUM_WARM_UP):
-        run.optimizer_step()
-    flops = count_flops(run.optimizer_step)
-    tokens, times = run.tokens, []
-    for _ in range(options.steps):
-        times.append(measure_seconds(run.optimizer_step, run.device))
-    tokens = run.tokens - tokens
-    rate = measure_matmul_flops(run.device, getattr(torch, options.dtype))
-    step_s = statistics.median(times)
-    if run.device.type == "cuda":
-        peak_gib = torch.cuda.max_memory_allocated(run.device) / 2**30
-    else:
-        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Speed(
-        step_s=step_s,
-        tokens_per_s=tokens / sum(times),
-        peak_gib=peak_gib,
-        padding=1 - train.num_tokens / (len(train) * options.max_length),
-        matmul=rate,
-        utilisation=flops / step_s / rate,
-        head_size=sum(p.numel() for p in run.job.objective.head.parameters()),
-    )
-
-
-def main() -> None:
-    """Print the table of figures of a training run."""
-    options = parse_arguments()
-    with open_run(options) as (run, train):
-        speed, parts = (
-            measure_steps(run, train, options),
-            measure_part_fractions(run, options.steps),
+    sizes = replace(SIZES[size], head=head)
+    if stored and size == "8b":
+        sizes = replace(sizes, hidden=8192, layers=80)
+    with open_run(sizes, stored) as (run, data):
+        estimated = estimate_run_bytes(run, sizes)
+        yield (
+            "parameters of the head, M",
+            sum(map(Tensor.numel, run.job.objective.head.parameters())) / 1e6,
         )
-    head = f"{options.head}, head of {speed.head_size / 1e6:.1f} M, {options.dtype}"
-    table = Table("figure", "value", title=f"{head}, {format_device(best_device())}")
-    table.add_row("time of a step", f"{1000 * speed.step_s:.0f} ms")
-    table.add_row("tokens per second", f"{speed.tokens_per_s:,.0f}")
-    table.add_row("peak memory", f"{speed.peak_gib:.2f} GiB")
-    table.add_row("padding", f"{speed.padding:.1%}")
-    for name, share in parts.items():
-        table.add_row(f"time: {name}", f"{share:.1%}")
-    table.add_row("time: rest", f"{1 - sum(parts.values()):.1%}")
-    table.add_row("matmul", f"{speed.matmul / 1e12:.2f} TFLOP/s")
-    table.add_row("model FLOP utilisation", f"{speed.utilisation:.1%}")
-    Console(width=80).print(table)
+        reset_peak_memory(run.device)
+        for _ in range(NUM_WARM_UP):
+            run.optimizer_step()
+        flops = count_flops(run.optimizer_step)
+        tokens = run.tokens
+        times = [measure_seconds(run.optimizer_step, run.device) for _ in range(sizes.steps)]
+        tokens = run.tokens - tokens
+        rate = measure_matmul_flops(run.device, getattr(torch, sizes.dtype))
+        if run.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(run.device)
+        else:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        yield "tokens/s", tokens / sum(times)
+        yield "ms per step", 1000 * statistics.median(times)
+        yield "FLOP/s over those of a matmul", flops / statistics.median(times) / rate
+        yield "matmul, TFLOP/s", rate / 1e12
+        yield "peak, GB", peak / 1e9
+        if estimated:
+            yield "peak, GB, estimated", sum(estimated.values()) / 1e9
+        yield "padding", 1 - data.num_tokens / (len(data) * sizes.max_length)
+        for name, share in measure_part_fractions(run, REPEATS).items():
+            yield f"share of {name}", share
+
+
+def estimate_run_bytes(run: loop.TrainingLoop, sizes: RunSizes) -> memory.BytesByPart:
+    """Estimate the memory of a process of a run in bytes, by part; empty without a formula."""
+    strategy = run.placement.name
+    spec = LaunchSpec.from_config(run.config, sizes.max_length, strategy, run.accelerator)
+    return memory.estimate_memory(run.job.objective, spec) or {}
+
+
+def measure_memory(head: str, size: str) -> Figures:
+    """Estimate the memory of training on 8 processes, by part; compare measured peaks.
+
+    The estimate is for an 8B target and 4,096 tokens in bfloat16. Peaks are of a training step on
+    a CPU at an eighth of the width and 4 layers, with one process and with two. Every token is
+    supervised, as the estimate assumes.
+
+    Args:
+        head: a key of `heads.kinds.build_variant_table`.
+        size: `small` measures at a 64th of the width.
+    """
+    sizes = replace(SIZES["8b"], head=head)
+    with torch.device("meta"):
+        target = make_random_target(sizes, torch.device("meta"))
+        vocab = DraftVocab(torch.arange(sizes.draft_vocab), target.vocab_size)
+        objective = make_objective(head, target, vocab)
+    for strategy in LAUNCH_FILES:
+        spec = LaunchSpec(sizes.max_length, torch.bfloat16, strategy, 8, cuda=True)
+        for part, num_bytes in (memory.estimate_memory(objective, spec) or {}).items():
+            yield f"GB, {strategy}, {part}", num_bytes / 1e9
+    scale, length = (64, 128) if size == "small" else (8, 1024)
+    job = {
+        "head": head, "hidden": 4096 // scale, "layers": 4, "vocab": 128256 // scale,
+        "draft_vocab": 32000 // scale, "max_length": length, "dtype": "bfloat16",
+    }  # fmt: skip
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    for name, file in {"one process": None, **LAUNCH_FILES}.items():
+        launch = [sys.executable]
+        if file is not None:
+            config = str(ROOT / f"conf/accelerate/{file}.yaml")
+            launch += ["-m", "accelerate.commands.launch", "--config_file", config]
+        result = run_worker("training", job, launch, environ)
+        peak, estimated = result["peak"], sum(result["parts"].values())
+        yield f"MB, {name}, measured", peak / 1e6
+        if estimated:
+            yield f"MB, {name}, estimated", estimated / 1e6
+            yield f"estimated over measured, {name}", estimated / peak
+
+
+def measure_step_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the third step of this process, on random texts that are learnt completely.
+
+    Args:
+        job: fields of `RunSizes`.
+
+    Returns:
+        Estimated bytes by part, and the measured peak in bytes.
+    """
+    sizes = RunSizes(**job, batch_size=int(os.environ.get("WORLD_SIZE", "1")))
+    generator, length = random.Random(0), sizes.max_length
+    texts = [[generator.randrange(sizes.vocab) for _ in range(length)] for _ in range(8)]
+    samples = [Sample(ids, [True] * length) for ids in texts]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        run, _ = start_run(sizes, Path(folder) / "out", samples)
+        for _ in range(2):  # DDP lays its buckets out anew in the second step
+            run.optimizer_step()
+        with record_function("measured"):
+            run.optimizer_step()
+        run.close()
+    peak = compute_peak_bytes(profiler.profiler.kineto_results.events(), "measured")
+    parts = estimate_run_bytes(run, sizes)
+    processes.end_processes(run.accelerator)
+    return {"parts": parts, "peak": peak}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure_step_memory(json.loads(sys.argv[1]))), flush=True)

@@ -7,7 +7,6 @@ answered), for training `batch_size` and `micro_batch_size`, `name` of a recipe 
 
 import json
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +45,7 @@ from heads.target_model.adapter import Adapter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import training as bench_train
-from scripts.bench.training import make_objective
+from scripts.bench.training import RunSizes, make_objective
 from train.eagle import EagleObjective
 from train.medusa2 import AdaptedMedusa, Medusa2Objective
 
@@ -57,15 +56,15 @@ DRAFT_VOCAB = 32000
 
 def trained(job: dict[str, Any]) -> Row:
     """The second step of a run: the first makes what lasts."""
-    options = _options(job)
+    sizes = _sizes(job)
     objective = patch.object(bench_train, "make_objective", _objective)
     with hollow(), objective, tempfile.TemporaryDirectory() as folder:
-        run, _ = bench_train.start_run(options, Path(folder) / "out")
+        run, _ = bench_train.start_run(sizes, Path(folder) / "out")
         run.optimizer_step()
         with metered() as meter, counted() as counts:
             run.optimizer_step()
         run.close()
-    num_tokens = options.batch_size * options.max_length
+    num_tokens = sizes.batch_size * sizes.max_length
     return {**_told(meter), "num_tokens": num_tokens, "num_waits": counts.num_waits}
 
 
@@ -92,7 +91,7 @@ def decoded(job: dict[str, Any]) -> Row:
 def _target(job: dict[str, Any]) -> Target:
     """With room for what is answered."""
     room = {**job, "length": 2 * job["length"]}
-    return bench_train.make_random_target(_options(room), torch.device("cuda"))
+    return bench_train.make_random_target(_sizes(room), torch.device("cuda"))
 
 
 class Whole:
@@ -161,14 +160,13 @@ def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Draft
     return lambda seeds: head.make_drafter(shape, GREEDY, seeds)
 
 
-def _options(job: dict[str, Any]) -> Namespace:
-    """Options of `bench_train`."""
-    options = bench_train.parse_arguments(["--dtype", "bfloat16"])
-    options.head = job["name"]
-    options.hidden, options.layers, options.vocab = job["hidden"], job["layers"], job["vocab"]
-    options.max_length, options.batch_size = job["length"], job.get("batch_size", 1)
-    options.micro_batch_size = job.get("micro_batch_size", 1)
-    return options
+def _sizes(job: dict[str, Any]) -> RunSizes:
+    """Sizes of `bench_train`."""
+    return RunSizes(
+        job["name"], job["hidden"], job["layers"], job["vocab"], max_length=job["length"],
+        batch_size=job.get("batch_size", 1), micro_batch_size=job.get("micro_batch_size", 1),
+        dtype="bfloat16",
+    )  # fmt: skip
 
 
 def _told(meter: Meter) -> Row:

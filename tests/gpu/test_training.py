@@ -88,11 +88,9 @@ def test_a_gpu_gives_the_gradients_of_the_cpu(
 @on_cuda
 @pytest.mark.parametrize("form", ["medusa", "eagle3", "dflash"])
 def test_thirty_steps_compile_nothing_anew(form: str, tmp_path: Path) -> None:
-    sizes = "--hidden 256 --layers 6 --vocab 512 --max-length 256 --steps 30 --compile"
+    sizes = bench_train.RunSizes(form, 256, 6, 512, max_length=256, steps=30, compile=True)
     torch._dynamo.reset()
-    run, _ = bench_train.start_run(
-        bench_train.parse_arguments([form, *sizes.split()]), tmp_path / "run"
-    )
+    run, _ = bench_train.start_run(sizes, tmp_path / "run")
     graphs = torch._dynamo.utils.counters["stats"]
     for _ in range(6):
         run.optimizer_step()

@@ -29,11 +29,7 @@ PLAIN = (
     "scripts/verify_export.py",
 )  # fmt: skip
 OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
-BENCH_NAMES = (
-    "against_peers", "capture", "cpu", "engine", "engines", "gpu", "memory", "preparing",
-    "training",
-)  # fmt: skip
-BENCHES = tuple(f"scripts/bench/{name}.py" for name in BENCH_NAMES)
+BENCHES = tuple(f"scripts/bench/{name}.py" for name in ("cpu", "gpu", "measure"))
 
 
 def command(entry: str, *arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":

@@ -1,5 +1,6 @@
 """The quickstart's parts on this processor and an old one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,21 @@ class Quick:
 
     wrong = False
 
-    def __init__(self, variables: dict[str, str], sizes: dict[str, object]) -> None:
-        self.old, self.narrow = bool(variables), sizes["dtype"] == "bfloat16"
-        self.about, self.num_runs = ("OLD" if variables else "NEW", ["a pass"]), 0
+    def __init__(self, worker: str, _serve: str, sizes: str, **variables: str) -> None:
+        assert (worker, variables.pop("OMP_NUM_THREADS")) == ("cpu", "1")
+        self.old, self.narrow = bool(variables), json.loads(sizes)["dtype"] == "bfloat16"
+        self.num_runs = -1
 
-    def run_part(self, part: str) -> tuple[float, int]:
+    def send(self, part: str) -> None:
         assert part == "a pass"
+
+    def receive(self) -> list[object]:
         self.num_runs += 1
+        if self.num_runs == 0:
+            return ["OLD" if self.old else "NEW", ["a pass"]]
         # The first is to warm up.
         milliseconds = 1000.0 if self.num_runs == 1 else 31.0 if self.old else 10.0
-        return milliseconds, 5 + (self.narrow and self.wrong)
+        return [milliseconds, 5 + (self.narrow and self.wrong)]
 
     def end_process(self) -> None:
         pass
@@ -94,7 +100,8 @@ def test_the_table_of_processes(capsys) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_fails_says_why() -> None:
-    worker = bench_cpu.WorkerProcess({}, SMALL | {"dtype": "float32", "layers": 1})
+    sizes = json.dumps(SMALL | {"dtype": "float32", "layers": 1})
+    worker = bench_cpu.WorkerProcess("cpu", "--serve", sizes)
     with pytest.raises(InputError, match=r"a process failed:\n(.|\n)*head\.layers is unset"):
-        worker.run_part("target, 1 row")
+        worker.receive()
     worker.end_process()

@@ -12,7 +12,7 @@ import pytest
 from training_step import KINDS
 
 from scripts import demo
-from scripts.bench import gpu, gpu_figures
+from scripts.bench import gpu, measure
 from tests.gpu.test_decoding import captured_kinds
 from tests.test_readme import composes
 
@@ -30,8 +30,8 @@ def runner(results: gpu.Results) -> gpu.Runner:
 
 
 def test_floors_and_predictions_are_of_stages() -> None:
-    assert gpu_figures.FLOORS.keys() <= gpu_figures.FIGURES.keys()
-    assert gpu_figures.PREDICTED.keys() <= gpu_figures.FIGURES.keys()
+    assert measure.FLOORS.keys() <= measure.FIGURES.keys()
+    assert measure.PREDICTED.keys() <= measure.FIGURES.keys()
 
 
 def test_each_gpu_test_is_in_a_check() -> None:
@@ -43,14 +43,14 @@ def test_each_gpu_test_is_in_a_check() -> None:
 
 
 def test_figures_are_held_against_their_floors() -> None:
-    floor = gpu_figures.FLOORS["medusa"]["original's time over ours"]
+    floor = measure.FLOORS["medusa"]["original's time over ours"]
     for value, passed in ((floor, True), (0.99 * floor, False)):
-        row = gpu_figures.build_row("medusa", "original's time over ours", value, judged=True)
+        row = measure.build_row("medusa", "original's time over ours", value, judged=True)
         assert (row["floor"], row["passed"]) == (floor, passed)
-    row = gpu_figures.build_row("medusa", "original's time over ours", 0.0, judged=False)
+    row = measure.build_row("medusa", "original's time over ours", 0.0, judged=False)
     assert (row["floor"], row["passed"]) == (None, None)
-    row = gpu_figures.build_row("train eagle3", "tokens/s", 1.0, judged=True)
-    assert row["predicted"] == gpu_figures.PREDICTED["train eagle3"]["tokens/s"]
+    row = measure.build_row("train eagle3", "tokens/s", 1.0, judged=True)
+    assert row["predicted"] == measure.PREDICTED["train eagle3"]["tokens/s"]
 
 
 def test_a_line_that_a_kill_cut_short_harms_no_other(results: gpu.Results) -> None:
@@ -218,7 +218,7 @@ def test_the_figures_of_a_commands_results(tmp_path: Path) -> None:
     found = {"batch_size": 1, "methods": alone, "concurrency": {"1": {}, "4": four}}
     (tmp_path / "speedup.json").write_text(json.dumps(found))
     (tmp_path / "acceptance.json").write_text('{"tau": 1.39}')
-    assert list(gpu_figures.iter_result_figures(tmp_path)) == [
+    assert list(gpu.iter_result_figures(tmp_path)) == [
         ("train/loss", 2.0), ("train/tokens_per_s", 5), ("eval/tau", 1.5), ("tau", 1.39),
         ("vanilla, tau", 1.0), ("vanilla, tokens/s", 9.0),
         ("vanilla, 4 at a time, tokens/s", 30.0), ("vanilla, 4 at a time, speedup", 1.1),
@@ -227,8 +227,8 @@ def test_the_figures_of_a_commands_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["documents", "unroll"])
 def test_parts_of_a_step_are_held_against_plain_forms(name: str) -> None:
-    figures = dict(gpu_figures.FIGURES[name](True))
-    assert figures.keys() >= gpu_figures.FLOORS[name].keys()
+    figures = dict(measure.FIGURES[name]("small"))
+    assert figures.keys() >= measure.FLOORS[name].keys()
     assert min(figures.values()) > 0
 
 
@@ -238,7 +238,7 @@ def test_a_stage_runs_from_start_to_end(runner: gpu.Runner, name: str) -> None:
     runner.measure_stages([name])
     *rows, end = runner.results.load_rows()
     assert end["code"] == 0
-    floors = {*gpu_figures.FLOORS.get(name, {})}
+    floors = {*measure.FLOORS.get(name, {})}
     missing = floors - {row["figure"] for row in rows}
     assert all("tree" in figure for figure in missing)  # only in large sizes
     assert all(row["value"] >= 0 for row in rows)

@@ -13,11 +13,12 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.training import (
     FLASH_FLOPS,
+    RunSizes,
     count_flops,
     make_objective,
     measure_part_fractions,
+    measure_training,
     open_run,
-    parse_arguments,
     reset_peak_memory,
     start_run,
 )
@@ -90,10 +91,9 @@ class _Made(TorchDispatchMode):
 
 
 def test_a_random_target_is_made_in_its_own_dtype() -> None:
-    sizes = "eagle3 --hidden 64 --layers 2 --vocab 256 --dtype bfloat16"
-    options = parse_arguments(sizes.split())
+    sizes = RunSizes(hidden=64, layers=2, vocab=256, dtype="bfloat16")
     with _Made() as made:
-        target = target_of_sizes(options, torch.device("cpu"))
+        target = target_of_sizes(sizes, torch.device("cpu"))
     assert {each.dtype for each in target.model.parameters()} == {torch.bfloat16}
     assert made.largest < 64 * 64  # no weight, only frequencies of positions
     spread = target.output_head.weight.float().std().item()
@@ -101,8 +101,8 @@ def test_a_random_target_is_made_in_its_own_dtype() -> None:
 
 
 def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path) -> None:
-    sizes = "eagle3 --hidden 64 --layers 6 --vocab 256 --draft-vocab 96 --max-length 32"
-    run, packed = start_run(parse_arguments(sizes.split()), tmp_path, stored=True)
+    sizes = RunSizes(hidden=64, layers=6, vocab=256, draft_vocab=96, max_length=32)
+    run, packed = start_run(sizes, tmp_path, stored=True)
     target = run.job.objective.target
     assert not isinstance(target, Target)
     assert [each.weight.shape for each in (target.embedding, target.output_head)] == [(256, 64)] * 2
@@ -120,14 +120,21 @@ def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("head", ["medusa", "eagle3", "dflash"])
 def test_the_parts_of_a_step_share_its_time(head: str) -> None:
-    sizes = "--hidden=32 --layers=6 --vocab=64 --max-length=64"
-    with open_run(parse_arguments([head, *sizes.split()])) as (run, _):
+    sizes = RunSizes(head, hidden=32, layers=6, vocab=64, max_length=64)
+    with open_run(sizes) as (run, _):
         run.optimizer_step()
         shares = measure_part_fractions(run, 1)
     work = {name: share for name, share in shares.items() if name != "waiting"}
     assert list(work) == ["target", "head", "loss", "backward", "optimizer"]
     assert min(work.values()) > 0
     assert sum(shares.values()) < 1
+
+
+@pytest.mark.slow
+def test_training_on_stored_states_has_the_figures_of_training() -> None:
+    own, stored = (dict(measure_training("eagle3", "small", each)) for each in (False, True))
+    assert own.keys() == stored.keys()
+    assert stored["peak, GB, estimated"] < own["peak, GB, estimated"]
 
 
 @pytest.mark.gpu

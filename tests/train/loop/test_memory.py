@@ -18,7 +18,7 @@ from conf.settings.training import Optimizer, TrainConfig
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.vocab import DraftVocab
-from scripts.bench import memory as bench_memory
+from scripts.bench import training as bench_training
 from train.eagle import EagleObjective
 from train.loop import memory
 from train.loss import fused_linear as fused
@@ -183,31 +183,31 @@ def test_a_micro_batch_counts_all_its_tokens() -> None:
     assert setting == LaunchSpec(300, torch.float32, "FSDP2", 2, cuda=False, train=config)
 
 
-def test_the_benchmark_estimates_an_8b_target_from_shapes_alone() -> None:
-    table = bench_memory.build_estimate_table(256)
-    assert [column.header for column in table.columns][1:3] == ["eagle1\nDDP", "eagle1\nFSDP2"]
-    assert table.row_count > 5
-
-
-def test_the_benchmark_measures_a_gpu_with_both_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_estimates_an_8b_target_from_shapes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
-    def launched(name: str, length: int, *more: str) -> dict:
-        asked.append((name, length, *more))
-        parts = {} if name == "mtp" else {"target": 6_000_000_000, "head": 3_000_000_000}
-        return {"strategy": "DDP", "parts": parts, "peak": None if name == "medusa" else 8 * 10**9}
+    def launched(worker: str, job: dict, launch: list[str], environ: dict[str, str]) -> dict:
+        asked.append((worker, job["hidden"], *launch[-2:], environ["CUDA_VISIBLE_DEVICES"]))
+        return {"peak": 8_000_000, "parts": {"target": 6_000_000, "head": 3_000_000}}
 
-    monkeypatch.setattr(bench_memory, "measure_in_processes", launched)
-    monkeypatch.setattr(bench_memory, "HEADS", ("eagle1", "medusa", "mtp"))
-    columns = [list(column.cells) for column in bench_memory.build_cuda_table(4096).columns]
-    rows = list(zip(*columns, strict=True))
-    assert rows[:3] == [
-        ("8B", "eagle1", "9.0", "8.0", "1.12"),
-        ("8B", "medusa", "9.0", "does not fit", ""),
-        ("8B", "mtp", "no formula", "8.0", ""),
-    ]
-    assert rows[3][:2] == ("70B, stored", "eagle1")
-    assert asked[3] == ("eagle1", 4096, "--target", "70B, stored")
+    monkeypatch.setattr(bench_training, "run_worker", launched)
+    figures = dict(bench_training.measure_memory("eagle1", "cpu"))
+    assert sum(name.startswith("GB, DDP, ") for name in figures) > 5
+    assert figures["GB, FSDP2, optimizer"] < figures["GB, DDP, optimizer"]
+    assert figures["MB, ZeRO-2, estimated"] == 9
+    assert figures["estimated over measured, one process"] == 9 / 8
+    assert [each[:2] for each in asked] == [("training", 512)] * 4
+    assert asked[2][3].endswith("conf/accelerate/fsdp2.yaml")
+    assert {each[-1] for each in asked} == {""}
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_two_processes() -> None:
+    figures = dict(bench_training.measure_memory("eagle1", "small"))
+    for launch in ("one process", "DDP", "FSDP2", "ZeRO-2"):
+        assert figures[f"MB, {launch}, measured"] > 0
 
 
 @pytest.mark.parametrize("width", [8_192, 32_000, 128_256, 151_936, 262_144])
