@@ -125,7 +125,7 @@ def _has_tokenizer_beside(gguf: GgufTarget) -> bool:
 
 
 def load_config_file(file: Path) -> dict[str, Any]:
-    """Read a `config.json` of any transformers version."""
+    """Load a config file, without the version of transformers that saved it."""
     stored: dict[str, Any] = json.loads(file.read_text())
     stored.pop("transformers_version", None)
     return stored

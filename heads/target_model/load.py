@@ -16,7 +16,7 @@ from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.devices import warn_if_slow
 from heads.target_model.adapter import apply_adapter
 from heads.target_model.check import check_support_once
-from heads.target_model.dequantise import resolve_target_folder
+from heads.target_model.dequantise import load_config_file, resolve_target_folder
 from heads.target_model.language_model import find_language_class
 from heads.target_model.model import Target
 from heads.target_model.weight_files import (
@@ -128,7 +128,7 @@ def load_target_tokenizer(config: TargetConfig) -> Any:
         )
         if tokenizer.chat_template is None:
             name = LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
-            file = _find_file(resolve_target_folder(config), name, config.revision)
+            file = find_file(resolve_target_folder(config), name, config.revision)
             if file is not None:
                 tokenizer.chat_template = json.loads(Path(file).read_text())["chat_template"]
     return tokenizer
@@ -142,15 +142,12 @@ def load_generation_config(config: TargetConfig) -> dict[str, Any] | None:
     """
     assert config.path is not None
     with report_target_errors(config):
-        file = _find_file(resolve_target_folder(config), "generation_config.json", config.revision)
-    if file is None:
-        return None
-    stored: dict[str, Any] = json.loads(Path(file).read_text())
-    stored.pop("transformers_version", None)  # names the version that saved it
-    return stored
+        file = find_file(resolve_target_folder(config), "generation_config.json", config.revision)
+    return None if file is None else load_config_file(Path(file))
 
 
-def _find_file(path: str, name: str, revision: str | None = None) -> str | None:
+def find_file(path: str, name: str, revision: str | None = None) -> str | None:
+    """Find a file of a folder or Hub repository, downloaded if needed; None without one."""
     return cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
@@ -158,8 +155,8 @@ def _load_adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
     """Load the tokenizer of a target with an adapter; parts that it lacks are the target's."""
     assert config.path is not None
     with report_target_errors(config, "adapter"):
-        tokenizer_file = _find_file(adapter, "tokenizer_config.json")
-        template_file = _find_file(adapter, "chat_template.jinja")
+        tokenizer_file = find_file(adapter, "tokenizer_config.json")
+        template_file = find_file(adapter, "chat_template.jinja")
     base = replace(config, adapter=None)
     if tokenizer_file is None:
         tokenizer = load_target_tokenizer(base)

@@ -24,6 +24,7 @@ from heads.target_model.dequantise import resolve_target_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.language_model import find_language_class
 from heads.target_model.load import (
+    find_file,
     load_config,
     load_target_tokenizer,
     make_hub_options,
@@ -272,11 +273,9 @@ def open_partial_files(config: TargetConfig, is_wanted: Callable[[str], bool]) -
     place = resolve_target_folder(config)
     weight_map: dict[str, str] = {}
     if not Path(place).is_dir() and not config.trust_remote_code:
-        index = cached_file(
-            place, INDEX, revision=config.revision, _raise_exceptions_for_missing_entries=False
-        )
+        index = find_file(place, INDEX, config.revision)
         if index is not None:  # else all weights are in one file
-            weight_map = json.loads(Path(str(index)).read_text())["weight_map"]
+            weight_map = json.loads(Path(index).read_text())["weight_map"]
     files = sorted({file for name, file in weight_map.items() if is_wanted(name)})
     if len(files) == len({*weight_map.values()}):
         yield place
