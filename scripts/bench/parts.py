@@ -35,9 +35,9 @@ from scripts.bench.harness import (
     measure_peak_bytes,
 )
 from train.batch.batch import SortedIndices
-from train.step_objective import StepCriterion
 from train.loss.fused_linear import Student, compute_fused_loss
 from train.loss.teachers import HiddenTeacher
+from train.step_objective import StepCriterion
 
 
 def measure_loss(size: str) -> Figures:

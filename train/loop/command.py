@@ -475,8 +475,8 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
 
 def format_vocab_check(source: TrainingSource, objective: Objective) -> list[str]:
     """Format how much of the held-out text a head's draft vocabulary covers, unless it is full."""
-    vocab = getattr(objective.head, "vocab", None)  # Medusa-2 trains an adapter beside its heads
-    if vocab is None or vocab.is_full:
+    vocab = objective.head.vocab
+    if vocab.is_full:
         return []
     assert not isinstance(source.heldout, ServedSequences), "no server is open yet"
     counts = source.heldout.count_token_ids(source.target.vocab_size)
