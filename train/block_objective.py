@@ -9,10 +9,9 @@ Letters: A blocks (anchors), D draft tokens of a block, M supervised rows of all
 import torch
 from torch import Tensor
 
-from conf.settings.blocks import BlockConfig, SlotWeights
+from conf.settings.blocks import BlockConfig
 from heads.blocks.block_head import BlockHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.vocab import DraftVocab
 from train.batch.batch import (
     DOCUMENTS,
     NOISE_SEEDS,
@@ -22,11 +21,7 @@ from train.batch.batch import (
     SortedIndices,
     StepTargets,
     collect_states,
-    gather_labels,
 )
-from train.loss.divergences import Softmax
-from train.loss.fused_linear import LowRank, RowLosses, Student, compute_fused_loss
-from train.loss.teachers import TextTeacher
 from train.objective import DIVISORS, PIECES_OF_TEACHER, LaunchSpec, SavedRows
 from train.step_objective import StepObjective
 
@@ -85,15 +80,6 @@ class BlockObjective(StepObjective):
         counts = tuple(map(float, step_targets.step_sizes))
         return {**batch, STEP_TARGETS: step_targets, DIVISORS: counts, **context_bounds}
 
-    def build_student(
-        self, rows: Tensor, added: LowRank | None, batch: Batch, scales: Tensor
-    ) -> Student:
-        """Build the student of the supervised rows, weighed by D-PACE if asked for."""
-        student = super().build_student(rows, added, batch, scales)
-        if self.config.slot_weights is SlotWeights.dpace and torch.is_grad_enabled():
-            return scale_by_dpace(student, batch, self.head.vocab, self.config.slot_smoothing)
-        return student
-
     @staticmethod
     def select_supervised_rows(outputs: Tensor, step_targets: StepTargets) -> Tensor:
         """Select the supervised rows [M, ...] of slots [A, D, ...]."""
@@ -136,58 +122,8 @@ def draw_anchors(
 
 
 def compute_slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:
-    """Compute the [D] float32 weights exp(-(d - 1) / gamma) for d = 1..D, or ones for D-PACE.
+    """Compute the [D] float32 weights exp(-(d - 1) / gamma) for d = 1..D.
 
     Source: DFlash, arXiv 2602.06036, eq. 4.
     """
-    if config.slot_weights is SlotWeights.dpace:
-        return torch.ones(num_draft_tokens)
     return torch.exp(-torch.arange(num_draft_tokens) / config.slot_gamma)
-
-
-@torch.no_grad()
-def scale_by_dpace(slots: Student, batch: Batch, vocab: DraftVocab, smoothing: float) -> Student:
-    """Multiply the scales of slots by D-PACE's weights."""
-    text = TextTeacher(gather_labels(batch))
-    _, (values,) = compute_fused_loss([slots], text, _Surprise(vocab))
-    weights = compute_dpace_weights(-values[0], batch[STEP_TARGETS], smoothing)
-    return slots._replace(scales=slots.scales[:] * weights)
-
-
-def compute_dpace_weights(log_q: Tensor, step_targets: StepTargets, smoothing: float) -> Tensor:
-    """Compute how many tokens a block is expected to yield from each of its draft tokens on, [M].
-
-    Args:
-        log_q: [M] log-probabilities of the text's tokens, in the order of the rows.
-        step_targets: rows of blocks with D draft tokens each.
-        smoothing: fraction by which each probability is moved towards 1.
-
-    Source: D-PACE, arXiv 2605.18810; vllm-project/speculators `losses/utils.py`.
-    """
-    shape, indices = (
-        (len(step_targets.step_sizes), len(step_targets.anchors)),
-        step_targets.matched_rows.output_indices,
-    )
-    smooth, is_supervised = log_q.new_ones(shape), log_q.new_zeros(shape)
-    smooth.view(-1)[indices] = smoothing + (1 - smoothing) * log_q.exp()
-    is_supervised.view(-1)[indices] = 1.0
-    reached = smooth.cumprod(0) * is_supervised
-    return reached.flip(0).cumsum(0).flip(0).view(-1)[indices]
-
-
-class _Surprise:
-    """Criterion that gives -log q of the text's token, infinite outside the draft vocabulary."""
-
-    num_metrics = 0
-
-    def __init__(self, vocab: DraftVocab) -> None:
-        self.vocab = vocab
-
-    def __call__(
-        self, chunk: tuple[Tensor, None], chunk_rows: Tensor, student: Softmax, needs_grad: bool
-    ) -> RowLosses:
-        """Compare rows with the text, without a gradient (see `fused_linear.Criterion`)."""
-        assert not needs_grad
-        columns = self.vocab.to_draft_ids(chunk[0][chunk_rows]).unsqueeze(1)
-        surprise = -student.log_q_at(columns.clamp_min(0)).masked_fill(columns < 0, -torch.inf)
-        return RowLosses(surprise.T, None)

@@ -9,13 +9,6 @@ from conf.settings.eagle import Divergence
 from conf.settings.training import FrozenTargetRun
 
 
-class SlotWeights(Enum):
-    """Weights of a block's draft tokens: by depth alone, or also by the head's probabilities."""
-
-    decay = "decay"
-    dpace = "dpace"
-
-
 @dataclass
 class BlockConfig:
     """A block drafter and its losses. Defaults are DFlash's (arXiv 2602.06036) unless noted."""
@@ -46,13 +39,8 @@ class BlockConfig:
     """Token id of rows whose token is unknown. Unset: an id that no text uses."""
     num_anchors: int = 512
     """Blocks trained per packed sequence and step. Each step draws their places anew."""
-    slot_weights: SlotWeights = SlotWeights.decay
-    """`decay` weighs by depth. `dpace` (arXiv 2605.18810) weighs a draft token by the number of
-    tokens that the block is expected to yield from that depth on."""
     slot_gamma: float = 7.0
-    """For `decay`: depth d has weight exp(-(d - 1) / slot_gamma)."""
-    slot_smoothing: float = 0.5
-    """For `dpace`: mixes each probability with certainty by this share."""
+    """Depth d has weight exp(-(d - 1) / slot_gamma)."""
     text_weight: float = 1.0
     """Weight of the cross-entropy against the text."""
     divergence_weight: float = 0.0
@@ -79,7 +67,7 @@ class BlockConfig:
                 f"head.text_weight={self.text_weight}: every loss has weight 0; "
                 "set head.text_weight or head.divergence_weight above 0"
             )
-        check_fraction("head", self, "off_path_weight", "slot_smoothing")
+        check_fraction("head", self, "off_path_weight")
         if self.draft_vocab_size is not None and not self.own_output_head:
             raise InputError(
                 f"head.draft_vocab_size={self.draft_vocab_size}: the target's output head has all "

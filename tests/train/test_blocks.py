@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import endless_target, packed, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRun, SlotWeights
+from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRun
 from conf.settings.eagle import Divergence
 from conf.settings.export import ExportFormat
 from eval.parity.parity_check import check_parity
@@ -36,7 +36,6 @@ from train.batch.batch import (
 from train.block_objective import (
     CONTEXT_ENDS,
     CONTEXT_STARTS,
-    compute_dpace_weights,
     compute_slot_weights,
     draw_anchors,
 )
@@ -54,22 +53,6 @@ def target() -> Target:
 def test_weights_fall_with_depth() -> None:
     found = compute_slot_weights(BlockConfig(slot_gamma=2.0), 3)
     assert found.tolist() == pytest.approx([1.0, 0.60653066, 0.36787944])
-
-
-def test_weights_of_a_block_that_gives_what_it_can() -> None:
-    """D-PACE: with chances .5, .2 and .8 of three drafts and half of certainty added."""
-    learnt = add_supervision(packed([[*range(8)]], 2), 3)[SUPERVISION]
-    unrolled = StepTargets.from_supervision(learnt, [torch.tensor([1, 5])] * 3)
-    # Rows are the first block's three drafts and the one that the second learns.
-    log_q = torch.tensor([0.5, 0.2, 0.8, 0.4]).log()
-    found = compute_dpace_weights(log_q, unrolled, 0.5)
-    first, second, third = 0.75, 0.75 * 0.6, 0.75 * 0.6 * 0.9
-    expected = [first + second + third, second + third, third, 0.7]
-    assert found.tolist() == pytest.approx(expected)
-    assert compute_dpace_weights(log_q, unrolled, 1.0).tolist() == [3.0, 2.0, 1.0, 1.0]
-    assert (
-        compute_slot_weights(BlockConfig(slot_weights=SlotWeights.dpace), 3).tolist() == [1.0] * 3
-    )
 
 
 def test_default_features_are_in_even_steps() -> None:
@@ -178,7 +161,6 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
     ids, unrolled = batch["input_ids"].flatten(), batch[STEP_TARGETS]
     last = batch["hidden_states"].flatten(0, 1)
     learnt = [set(rows.output_indices.tolist()) for rows in batch[SUPERVISION].depths]
-    weights = pace(objective, batch, outputs.detach(), learnt)
     said = (target.compute_logits(last) / config.teacher_temperature).softmax(-1)
     total, counts = torch.zeros(()), [0.0] * outputs.shape[1]
     for number, anchor in enumerate(unrolled.anchors.tolist()):
@@ -208,49 +190,13 @@ def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[T
             share = config.off_path_weight**strays
             if share >= 0.05:
                 counts[slot] += 1
-                total = total + scale[slot] * share * weights[number][slot] * loss
+                total = total + scale[slot] * share * loss
     return total, counts
 
 
-def pace(objective: Any, batch: Any, outputs: Tensor, learnt: list[set[int]]) -> Any:
-    """The weight of each draft of each block, beside the scale of the draft's slot."""
-    head, config, slots = objective.head, objective.config, range(outputs.shape[1])
-    anchors, ids = batch[STEP_TARGETS].anchors.tolist(), batch["input_ids"].flatten()
-    if config.slot_weights is SlotWeights.decay:
-        return [[1.0] * len(slots)] * len(anchors)
-    found = []
-    for number, anchor in enumerate(anchors):
-        state, reached, chances = None, 1.0, []
-        for slot in slots:
-            mine, before = outputs[number, slot][None], ids[anchor + 1 + slot : anchor + 2 + slot]
-            if anchor not in learnt[1 + slot]:
-                chances.append(0.0)
-                continue
-            logits, state = head.compute_slot_logits(head.compute_logits(mine), mine, before, state)
-            column = int(head.vocab.to_draft_ids(ids[anchor + 2 + slot][None])[0])
-            q = 0.0 if column < 0 else float(logits.detach()[0].softmax(-1)[column])
-            reached *= config.slot_smoothing + (1 - config.slot_smoothing) * q
-            chances.append(reached)
-        found.append([sum(chances[slot:]) for slot in slots])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        ("dflash", SlotWeights.dpace),
-        ("dflash, reduced", SlotWeights.decay),
-        ("dspark", SlotWeights.decay),
-        ("dspark, rnn", SlotWeights.dpace),
-    ],
-)
-def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(
-    target: Target, name: str, weights: SlotWeights
-) -> None:
-    config = settings_of(
-        name, off_path_weight=0.2, teacher_temperature=0.8, num_anchors=7, slot_weights=weights,
-        slot_smoothing=0.3,
-    )  # fmt: skip
+@pytest.mark.parametrize("name", ["dflash", "dflash, reduced", "dspark", "dspark, rnn"])
+def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(target: Target, name: str) -> None:
+    config = settings_of(name, off_path_weight=0.2, teacher_temperature=0.8, num_anchors=7)
     objective = objective_of(fresh(target, config), target, config)
     documents = texts(target, 2, 12)
     for place, token in ((8, 40), (9, 41), (10, 42)):  # that the target would not have said
@@ -378,7 +324,6 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
         ({"text_weight": 0.0}, "head.text_weight=0.0: every loss has weight 0"),
         ({"draft_vocab_size": 9}, "head.draft_vocab_size=9: .*set head.own_output_head=true"),
         ({"off_path_weight": 1.5}, "head.off_path_weight=1.5: must be from 0 to 1"),
-        ({"slot_smoothing": -0.1}, "head.slot_smoothing=-0.1: must be from 0 to 1"),
         ({"num_anchors": 0}, "head.num_anchors=0: must be above 0"),
     ],
 )
