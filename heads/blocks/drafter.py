@@ -1,7 +1,7 @@
 """Decoding with block drafters: chains, and trees of the slots' candidates.
 
 Hidden states of committed tokens become keys and values at once, and nothing else is stored: each
-step computes the rows of a block anew. Only chains that may be cut wait for the device.
+step computes the rows of a block anew.
 
 Letters: B texts, D slots, H hidden, W draft vocabulary, V vocabulary.
 """

@@ -13,36 +13,25 @@ Letters: B texts, D depth, w nodes of a depth, M expanded nodes, V vocabulary, W
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self, final
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from heads.decoding.cache import CacheSlots, SlotBuffer
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, RowDrafter
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
-from heads.devices import to_device
 from heads.vocab import DraftVocab
 
 
-class HeadDrafter(ABC):
+class HeadDrafter(RowDrafter, ABC):
     """Drafter with an attached head. Subclasses define `observe` and `propose`.
 
     Args:
         head: head that drafts.
         shape: shape of the drafts.
-
-    Attributes:
-        row_attributes: names of the attributes with one entry per text: tensors [B, ...],
-            `CommittedTokens`, or objects with `select_rows` and `insert_row` like `Generators`;
-            None before the first tokens.
-        taps: hidden states of the target that the drafter needs.
-        num_static_nodes: see `heads.decoding.drafting.Drafter`.
     """
-
-    row_attributes: tuple[str, ...] = ()
-    num_static_nodes: int | None = None
 
     def __init__(self, head: Any, shape: DraftShape | None = None) -> None:
         self.head, self.taps = head, head.taps
@@ -55,33 +44,6 @@ class HeadDrafter(ABC):
     @abstractmethod
     def propose(self, roots: Roots) -> Draft:
         """Propose drafts. See `heads.decoding.drafting.Drafter`."""
-
-    @final
-    def select_rows(self, rows: list[int]) -> None:
-        """Select the texts that stay, in place, as others have ended; may precede `observe`."""
-        for name in self.row_attributes:
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                setattr(self, name, value[to_device(rows, value.device)])
-            elif value is not None:
-                setattr(self, name, value.select_rows(rows))
-
-    @final
-    def insert_row(self, row: int, other: Self) -> None:
-        """Insert the single text of another drafter, which has seen only a prompt, into a row."""
-        self._prepare_insert(other)
-        for name in self.row_attributes:
-            value, new = getattr(self, name), getattr(other, name)
-            if isinstance(value, Tensor):
-                value[row] = new[0]
-            elif isinstance(value, CommittedTokens):
-                setattr(self, name, value.insert_row(row, new))
-            else:
-                value.insert_row(row, new)
-
-    def _prepare_insert(self, other: Self) -> None:
-        """Prepare both drafters for moving a text."""
-        assert type(other) is type(self)
 
 
 class ChainDrafter(HeadDrafter):
