@@ -22,8 +22,10 @@ from conf.files import (
     make_lock_error,
     split_gguf_path,
 )
+from conf.settings.data import RowsConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, MeasureRun, SpeedupRun
+from conf.settings.target import TargetConfig
 from conf.settings.training import TrainRun
 from data.embedded import is_embedded
 from data.rows.data_files import check_data_paths
@@ -60,7 +62,7 @@ CHANGEABLE = (
 
 
 def check_inputs(run: Any) -> None:
-    """Refuse a target, data or heads that do not exist, if the command has them.
+    """Refuse a target, data or heads that do not exist or do not belong together.
 
     Raises:
         InputError: naming the setting.
@@ -77,7 +79,28 @@ def check_inputs(run: Any) -> None:
         for path in run.heads:
             check_head_files(HeadRef(path), target, "heads")
         check_head_files(run.draft, None, "draft.path")
+    if data is not None and target is not None:
+        check_own_data(target, data)
     check_out_dir(run.out_dir)
+
+
+def check_own_data(target: TargetConfig, data: RowsConfig, section: str = "data") -> None:
+    """Refuse the data of the embedded default for another target, unless their path is typed.
+
+    Args:
+        target: target of the command.
+        data: data settings.
+        section: section of these settings in the command.
+
+    Raises:
+        InputError: the message names both settings.
+    """
+    unset = data.path is None and data.features is None
+    if unset and target.path is not None and not is_embedded(target.path):
+        raise InputError(
+            f"{section}.path is unset: target.path={target.path} is a target of your own, and the "
+            f"embedded data are about other things; type {section}.path=FILE, texts of your users"
+        )
 
 
 def check_measurement(run: MeasureRun, result: str) -> None:

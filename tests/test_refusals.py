@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import COMMANDS
+from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 
 from conf import files as places
@@ -22,6 +23,7 @@ from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, SpeedupRun
 from conf.settings.target import TargetConfig
+from data.embedded import CONVERSATIONS, PROMPTS, TARGET_PATH
 from data.rows.data_files import check_data_paths, find_source
 from eval.preflight_checks import adopt_head_target, check_measurement
 from heads.folders import check_head_files, check_target_files, locate_head
@@ -272,6 +274,49 @@ def test_a_measurement_looks_for_the_target_that_the_head_names() -> None:
     record.write_text(json.dumps({"target_identity": {"name": "./gone"}}))
     with pytest.raises(InputError, match=r"^target\.path=\./gone: no such folder"):
         check_measurement(SpeedupRun(head=HeadRef("head")), "speedup.json")
+
+
+OWN = "target.path=own", "data.path is unset: target.path=own is a target of your own"
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "message"),
+    [
+        ("train/eagle.py", *OWN),
+        ("scripts/capture.py", *OWN),
+        ("scripts/regenerate.py", *OWN),
+        ("scripts/prune.py", "target.path=own head.path=head sizes=[8]", OWN[1]),
+        ("scripts/contest/run.py", "target.path=own tokens=9", OWN[1]),
+        (
+            "scripts/contest/run.py",
+            "target.path=own tokens=9 data.path=chats.jsonl",
+            OWN[1].replace("data", "prompts"),
+        ),
+        ("eval/speedup.py", *OWN),
+        ("eval/acceptance.py", "head.path=head", OWN[1]),
+        ("eval/tree_search.py", "head.path=head", OWN[1]),
+        ("eval/acceptance.py", f"head.path=head data.path={PROMPTS}", None),
+        ("train/eagle.py", f"target.path=own data.path={CONVERSATIONS}", None),
+        ("train/eagle.py", f"target.path={TARGET_PATH}", None),
+        ("train/eagle.py", "data.features=store target.path=own", None),
+        ("eval/speedup.py", "seed=1", None),
+    ],
+)
+def test_a_target_of_ones_own_gets_no_embedded_data(
+    entry: str, given: str, message: str | None
+) -> None:
+    folder("own", SIZES, "model.safetensors")
+    Path(folder("head", SIZES), "headsmith.json").write_text('{"target_identity": {"name": "own"}}')
+    Path("chats.jsonl").touch()
+    Path("store").mkdir()
+    command = COMMANDS[entry]
+    run = OmegaConf.to_object(command.compose_settings(given.split()))
+    assert command.check is not None
+    if message is None:
+        command.check(run)
+        return
+    with pytest.raises(InputError, match=f"^{message}.*; type {message.split()[0]}=FILE"):
+        command.check(run)
 
 
 def test_a_folder_to_write_to_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ class RowsConfig:
 
     path: str | None = None
     """File (JSON lines, JSON, CSV, Parquet, Arrow), folder of files, or Hub dataset id. Unset: the
-    embedded default."""
+    embedded default, for its target alone."""
     subset: str | None = None
     """Configuration of a Hub dataset, e.g. `main` of openai/gsm8k. In a local copy: a folder or
     file, e.g. `qualitative` of SPEED-Bench. Unset: the default; in a local copy, everything."""

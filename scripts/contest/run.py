@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # repo root
 from conf.command.entry import Command
 from conf.settings.scripts import ContestRun
 from data.rows.data_files import check_data_paths
-from eval.preflight_checks import check_inputs
+from eval.preflight_checks import check_inputs, check_own_data
 
 
 def check_contest(config: ContestRun) -> None:
@@ -29,6 +29,7 @@ def check_contest(config: ContestRun) -> None:
     """
     check_data_paths(config.prompts, "prompts")
     check_inputs(config)
+    check_own_data(config.target, config.prompts, "prompts")
 
 
 COMMAND = Command(__doc__, ContestRun, "contest", check=check_contest)
