@@ -47,8 +47,8 @@ EMBEDDED = ROOT / "data/embedded"
 PARENT_COMMAND_VARIABLE = "HEADSMITH_PART_OF"
 """Environment variable of a command that another command starts. The other one prints the next
 command itself."""
-PROMPTS_PLACEHOLDER = "PROMPTS.jsonl"
-"""Placeholder of a path that only the user knows."""
+PROMPTS_PLACEHOLDER, CHATS_PLACEHOLDER = "PROMPTS.jsonl", "CHATS.jsonl"
+"""Placeholders of files that only the user knows: to measure on, and to train on."""
 SERVER_SETTINGS = ("target.engine", "target.adapter_name", "target.relay")
 """Settings of a target whose layers a server runs."""
 SERVER_SCRIPTS = ("eval/acceptance.py", "train/eagle.py")
@@ -249,6 +249,7 @@ NEXT_COMMANDS = {
     ),
     "acceptance again": NextCommand("eval/acceptance.py", "measure more prompts, 32 or more"),
     "speedup again": NextCommand("eval/speedup.py", "measure more prompts, 32 or more"),
+    "speedup chain": NextCommand("eval/speedup.py", "measure the chain, which all engines run"),
     "serve again": NextCommand("eval/serve.py", "measure more prompts, 32 or more"),
     "serve alone": NextCommand(
         "eval/serve.py", "start the same server without drafts, and measure it beside this one"
@@ -272,12 +273,10 @@ def print_next_command(ended: str, settings: Mapping[str, Any]) -> None:
     """
     if PARENT_COMMAND_VARIABLE not in os.environ:
         typed_line = format_command(NEXT_COMMANDS[ended].script, settings)
-        yours = (
-            f" (your file in place of {PROMPTS_PLACEHOLDER})"
-            if PROMPTS_PLACEHOLDER in typed_line
-            else ""
-        )
-        print(f"\nnext, {NEXT_COMMANDS[ended].words}{yours}:\n  {typed_line}", flush=True)  # noqa: T201
+        yours = [name for name in (PROMPTS_PLACEHOLDER, CHATS_PLACEHOLDER) if name in typed_line]
+        words = NEXT_COMMANDS[ended].words
+        words += f" (your file in place of {yours[0]})" if yours else ""
+        print(f"\nnext, {words}:\n  {typed_line}", flush=True)  # noqa: T201
 
 
 def format_command(script: str, settings: Mapping[str, Any]) -> str:

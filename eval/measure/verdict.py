@@ -1,11 +1,12 @@
 """Verdict of a measurement: one sentence from its figures, and the next command that fits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 from conf.command.run_record import (
+    CHATS_PLACEHOLDER,
     PROMPTS_PLACEHOLDER,
     collect_changed_settings,
     print_next_command,
@@ -20,12 +21,15 @@ from eval.measure.acceptance_stats import (
 from eval.preflight_checks import METHODS
 
 WEAK_TAU = 1.5
-"""tau that drafts by n-grams and suffixes reach without training. A step with a chain of four
-drafts costs 1.46 times one without (8B, H200), so a head below this saves no seconds."""
+"""tau below which a head saves no seconds: a step with a chain of four drafts costs 1.46 times one
+without (8B, H200)."""
+COSTS = f"{WEAK_TAU}, about the plain steps that a step with four drafts costs (8B, H200)"
+SUFFIXES = "eval/speedup.py compares it with suffixes, which need no training"
 UNTRAINED = [name for name, needs in METHODS.items() if needs == "nothing"]
 """Methods that need neither training nor a second model."""
-SERVED_WAYS = ("chain", "tree")
-"""Ways of a head to draft by itself. No serving engine runs the others."""
+TREES = "vLLM and llama.cpp run chains alone, SGLang also trees of EAGLE heads."
+"""Why a head is judged by its chain. No serving engine mixes a head with suffixes."""
+NO_CHAIN = "Nothing says whether this head is worth serving, as no chain was measured"
 
 
 class Outcome(Enum):
@@ -41,6 +45,8 @@ class Outcome(Enum):
     """No faster than decoding without drafts."""
     beaten = auto()
     """No faster than a method without training."""
+    no_chain = auto()
+    """A head was measured in a way that few engines serve."""
     alone = auto()
     """A server was measured without one to compare it with."""
     worth = auto()
@@ -58,6 +64,7 @@ class Verdict:
 NEXT = {
     Outcome.too_few: "{ended} again",
     Outcome.unclear: "{ended} again",
+    Outcome.no_chain: "{ended} chain",
     Outcome.alone: "{ended} alone",
     Outcome.weak: "weak head",
     Outcome.slower: "weak head",
@@ -68,20 +75,23 @@ NEXT = {
 
 
 def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
-    """Judge an `acceptance.json` by tau of the chain or the tree, whichever is larger."""
-    tree = select_tree_figures(dict(result))
-    shape, row = max((("chain", result), ("tree", tree)), key=lambda each: each[1]["tau"])
-    number = count_dialogues(result["prompts"])
-    figure = f"tau {row['tau']:.2f} ({shape}, {_format_basis(row['tau_ci95'], number)})"
+    """Judge an `acceptance.json` by tau of the chain; name that of the tree where it is larger."""
+    verdict, tree = _judge_chain(result), select_tree_figures(dict(result))["tau"]
+    more = f" The tree's tau is {tree:.2f}, but {TREES}" if tree > result["tau"] else ""
+    return replace(verdict, sentence=verdict.sentence + more)
+
+
+def _judge_chain(row: Mapping[str, Any]) -> Verdict:
+    number = count_dialogues(row["prompts"])
+    figure = f"tau {row['tau']:.2f} (chain, {_format_basis(row['tau_ci95'], number)})"
     if number < FEWEST_DIALOGUES:
         return Verdict(Outcome.too_few, f"Too few prompts to judge this head: {figure}.")
-    free = f"{figure}, where n-grams and suffixes often reach {WEAK_TAU} without training"
     if (row["tau_ci95"] or (0.0, row["tau"]))[1] < WEAK_TAU:
-        return Verdict(Outcome.weak, f"This head is not worth serving yet: {free}.")
+        start = f"This head is not worth serving yet: {figure} lies below {COSTS}"
+        return Verdict(Outcome.weak, f"{start}; {SUFFIXES}.")
     if row["tau"] < WEAK_TAU:
-        return Verdict(
-            Outcome.unclear, f"The figures do not tell whether this head is worth it: {free}."
-        )
+        start = "The figures do not tell whether this head is worth it"
+        return Verdict(Outcome.unclear, f"{start}: {figure} should exceed {COSTS}; {SUFFIXES}.")
     return Verdict(
         Outcome.worth,
         f"The target accepts enough drafts to measure seconds: {figure} tokens per pass.",
@@ -89,34 +99,53 @@ def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
 
 
 def judge_speedup(result: Mapping[str, Any], kinds: Sequence[str]) -> Verdict | None:
-    """Judge a `speedup.json` by the fastest way of a head to draft; None without any.
+    """Judge a `speedup.json` by the fastest chain of a head; name a tree that is faster.
 
     Args:
         result: content of the file.
         kinds: kinds of the measured heads, after which their methods are named.
+
+    Returns:
+        The verdict; None without a chain or a tree of a head.
     """
     methods = result["methods"]
-    ways = tuple(f"{kind}_{way}" for kind in kinds for way in SERVED_WAYS)
-    own = [name for name in methods if name.startswith(ways)]
-    if not own:
-        return None
-    speed = {name: row["speedup"] for name, row in methods.items()}
-    best = max(own, key=lambda name: speed[name])
-    number = count_dialogues(methods[best]["prompts"])
-    bounds = methods[best]["speedup_ci95"]
-    figure = f"{best} decodes at {speed[best]:.2f} of the baseline's speed"
-    figure += f" ({_format_basis(bounds, number)})"
-    others = [name for name in UNTRAINED if name in methods]
-    other = max(others, key=lambda name: speed[name], default=best)
-    if number < FEWEST_DIALOGUES:
+    chain, tree = (
+        max(
+            (name for name in methods if name.startswith(tuple(f"{kind}_{way}" for kind in kinds))),
+            key=lambda name: methods[name]["speedup"],
+            default=None,
+        )
+        for way in ("chain", "tree")
+    )
+    beside = "" if tree is None else f"{_format_speed(tree, methods[tree])}, but {TREES}"
+    if chain is None:
+        return Verdict(Outcome.no_chain, f"{NO_CHAIN}: {beside}") if beside else None
+    verdict = _judge_method(chain, methods)
+    if tree is None or methods[tree]["speedup"] <= methods[chain]["speedup"]:
+        return verdict
+    return replace(verdict, sentence=f"{verdict.sentence} {beside}")
+
+
+def _judge_method(name: str, methods: Mapping[str, Any]) -> Verdict:
+    row, figure = methods[name], _format_speed(name, methods[name])
+    others = [each for each in UNTRAINED if each in methods]
+    other = max(others, key=lambda each: methods[each]["speedup"], default=name)
+    rival = methods[other]
+    if count_dialogues(row["prompts"]) < FEWEST_DIALOGUES:
         return Verdict(Outcome.too_few, f"Too few prompts to judge this head: {figure}.")
-    if speed[other] > max(1.0, speed[best]):
+    if rival["speedup"] > max(1.0, row["speedup"]):
         return Verdict(
             Outcome.beaten,
-            f"This head is not worth serving: {figure}, but {other} at {speed[other]:.2f} "
-            f"({_format_basis(methods[other]['speedup_ci95'], number)}) without any training.",
+            f"This head is not worth serving: {figure}, but {other} at {rival['speedup']:.2f} "
+            f"({_format_basis(rival['speedup_ci95'], count_dialogues(rival['prompts']))}) without "
+            "any training.",
         )
-    return _judge_bounds(speed[best], bounds, figure)
+    return _judge_bounds(row["speedup"], row["speedup_ci95"], figure)
+
+
+def _format_speed(name: str, row: Mapping[str, Any]) -> str:
+    basis = _format_basis(row["speedup_ci95"], count_dialogues(row["prompts"]))
+    return f"{name} decodes at {row['speedup']:.2f} of the baseline's speed ({basis})"
 
 
 def judge_serving(result: Mapping[str, Any], num_dialogues: int) -> Verdict | None:
@@ -179,11 +208,14 @@ def print_verdict(
     key = NEXT[verdict.outcome].format(ended=ended)
     settings: Mapping[str, Any] | None = onward
     if key == "weak head":
-        settings = collect_changed_settings(run, "target") | {"data.path": PROMPTS_PLACEHOLDER}
+        settings = collect_changed_settings(run, "target") | {"data.path": CHATS_PLACEHOLDER}
     elif key != ended:
         settings = collect_changed_settings(run) | {"out_dir": f"{run.out_dir}-again"}
         if verdict.outcome is Outcome.alone:
             settings |= {"baseline": "http://localhost:8001"}
+        elif verdict.outcome is Outcome.no_chain:
+            chains = [name.replace("_tree", "_chain") for name in settings["methods"]]
+            settings |= {"methods": chains}
         else:
             settings |= {"data.path": PROMPTS_PLACEHOLDER}
             settings.pop("data.num_prompts", None)

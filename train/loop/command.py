@@ -27,7 +27,7 @@ from data.prepared.packing import PackedDataset
 from data.servers.http_client import Endpoint
 from eval.measure.acceptance_stats import FEWEST_DIALOGUES
 from eval.measure.data_statement import DataStatement, format_setting_changes
-from eval.measure.verdict import WEAK_TAU
+from eval.measure.verdict import COSTS, SUFFIXES, WEAK_TAU
 from eval.preflight_checks import check_run_folder, check_training
 from heads.draft_head import DraftHead
 from heads.export.writer import list_serving_warnings
@@ -515,15 +515,9 @@ def format_verdict(evaluation: Mapping[str, float], num_tokens: int) -> str:
             "are needed to judge a head"
         )
     elif high < WEAK_TAU:
-        judged = (
-            f"not to be published, as {tau} ({basis}) lies below {WEAK_TAU}, where suffixes, "
-            "which need no training, save as much"
-        )
+        judged = f"not to be published, as {tau} ({basis}) lies below {COSTS}; {SUFFIXES}"
     elif low < WEAK_TAU:
-        judged = (
-            f"undecided, as the interval of {tau} ({basis}) holds {WEAK_TAU}, up to which "
-            "suffixes, which need no training, save as much"
-        )
+        judged = f"undecided, as the interval of {tau} ({basis}) holds {COSTS}; {SUFFIXES}"
     else:
         judged = f"worth measuring, as {tau} ({basis}) lies above {WEAK_TAU}"
     needed, purpose = next(iter(NEEDED_TOKENS.items()))

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.settings.data import RowsConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, ServeRun, SpeedupRun
@@ -50,6 +49,13 @@ def serving(*sizes: tuple[int, float | None, Bounds]) -> dict[str, Any]:
     return {"concurrency": {str(size): of(*figures) for size, *figures in sizes}}
 
 
+COSTS = (
+    "1.5, about the plain steps that a step with four drafts costs (8B, H200); eval/speedup.py "
+    "compares it with suffixes, which need no training."
+)
+TREES = "vLLM and llama.cpp run chains alone, SGLang also trees of EAGLE heads."
+
+
 @pytest.mark.parametrize(
     ("result", "outcome", "sentence"),
     [
@@ -62,19 +68,25 @@ def serving(*sizes: tuple[int, float | None, Bounds]) -> dict[str, Any]:
             acceptance(32, 1.14, (1.05, 1.22)),
             Outcome.weak,
             "This head is not worth serving yet: tau 1.14 (chain, 95% interval 1.05-1.22, 32 "
-            "dialogues), where n-grams and suffixes often reach 1.5 without training.",
+            f"dialogues) lies below {COSTS}",
         ),
         (
             acceptance(8, 1.25, (1.1, 1.5)),
             Outcome.unclear,
             "The figures do not tell whether this head is worth it: tau 1.25 (chain, 95% interval "
-            "1.10-1.50, 8 dialogues), where n-grams and suffixes often reach 1.5 without training.",
+            f"1.10-1.50, 8 dialogues) should exceed {COSTS}",
         ),
         (
-            acceptance(32, 1.2, (1.5, 1.7), tree=1.6),
+            acceptance(32, 1.6, (1.5, 1.7)),
             Outcome.worth,
-            "The target accepts enough drafts to measure seconds: tau 1.60 (tree, 95% interval "
+            "The target accepts enough drafts to measure seconds: tau 1.60 (chain, 95% interval "
             "1.50-1.70, 32 dialogues) tokens per pass.",
+        ),
+        (
+            acceptance(32, 1.2, (1.1, 1.3), tree=1.6),
+            Outcome.weak,
+            "This head is not worth serving yet: tau 1.20 (chain, 95% interval 1.10-1.30, 32 "
+            f"dialogues) lies below {COSTS} The tree's tau is 1.60, but {TREES}",
         ),
     ],
 )
@@ -87,9 +99,9 @@ def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence
     ("result", "outcome", "sentence"),
     [
         (
-            speedup(1, eagle_tree=(2.0, None), suffix=(3.0, None)),
+            speedup(1, eagle_chain=(2.0, None), suffix=(3.0, None)),
             Outcome.too_few,
-            "Too few prompts to judge this head: eagle_tree decodes at 2.00 of the baseline's "
+            "Too few prompts to judge this head: eagle_chain decodes at 2.00 of the baseline's "
             "speed (1 dialogue).",
         ),
         (
@@ -103,22 +115,44 @@ def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence
             "20 dialogues) without any training.",
         ),
         (
-            speedup(20, eagle_tree=(0.83, (0.8, 0.9)), suffix=(0.9, (0.8, 1.0))),
+            speedup(20, eagle_chain=(0.83, (0.8, 0.9)), suffix=(0.9, (0.8, 1.0))),
             Outcome.slower,
-            "This head is not worth serving: eagle_tree decodes at 0.83 of the baseline's speed "
+            "This head is not worth serving: eagle_chain decodes at 0.83 of the baseline's speed "
             "(95% interval 0.80-0.90, 20 dialogues).",
         ),
         (
-            speedup(20, eagle_tree=(1.1, (0.97, 1.2))),
+            speedup(20, eagle_chain=(1.1, (0.97, 1.2)), eagle_tree=(1.0, (0.9, 1.1))),
             Outcome.unclear,
-            "The figures do not tell whether this head pays: eagle_tree decodes at 1.10 of the "
+            "The figures do not tell whether this head pays: eagle_chain decodes at 1.10 of the "
             "baseline's speed (95% interval 0.97-1.20, 20 dialogues).",
         ),
         (
-            speedup(20, eagle_chain=(1.2, (1.1, 1.3)), eagle_tree_2=(1.9, (1.8, 2.0))),
+            speedup(
+                20, eagle_chain=(1.1, (1.0, 1.2)), eagle_chain_2=(1.2, (1.1, 1.3)),
+                eagle_tree_2=(1.9, (1.8, 2.0)),
+            ),
             Outcome.worth,
-            "This head is worth serving: eagle_tree_2 decodes at 1.90 of the baseline's speed (95% "
-            "interval 1.80-2.00, 20 dialogues).",
+            "This head is worth serving: eagle_chain_2 decodes at 1.20 of the baseline's speed "
+            "(95% interval 1.10-1.30, 20 dialogues). eagle_tree_2 decodes at 1.90 of the "
+            f"baseline's speed (95% interval 1.80-2.00, 20 dialogues), but {TREES}",
+        ),
+        (
+            speedup(
+                8, eagle_chain=(1.11, (0.86, 1.45)), eagle_tree=(1.65, (1.29, 2.18)),
+                suffix=(1.15, (0.92, 1.49)),
+            ),
+            Outcome.beaten,
+            "This head is not worth serving: eagle_chain decodes at 1.11 of the baseline's speed "
+            "(95% interval 0.86-1.45, 8 dialogues), but suffix at 1.15 (95% interval 0.92-1.49, 8 "
+            "dialogues) without any training. eagle_tree decodes at 1.65 of the baseline's speed "
+            f"(95% interval 1.29-2.18, 8 dialogues), but {TREES}",
+        ),
+        (
+            speedup(20, eagle_tree=(1.9, (1.8, 2.0)), suffix=(1.5, (1.4, 1.6))),
+            Outcome.no_chain,
+            "Nothing says whether this head is worth serving, as no chain was measured: eagle_tree "
+            "decodes at 1.90 of the baseline's speed (95% interval 1.80-2.00, 20 dialogues), but "
+            f"{TREES}",
         ),
     ],
 )  # fmt: skip
@@ -130,6 +164,7 @@ def test_speedup_is_judged(result: dict[str, Any], outcome: Outcome, sentence: s
 
 def test_nothing_is_judged_without_a_head_or_without_times() -> None:
     assert judge_speedup(speedup(20, suffix=(2.0, (1.9, 2.1))), []) is None
+    assert judge_speedup(speedup(20, eagle_suffix=(2.0, (1.9, 2.1))), ["eagle"]) is None
     assert judge_serving({"concurrency": {}}, 20) is None
 
 
@@ -184,7 +219,9 @@ def test_serving_is_judged(
 TARGET, DATA = TargetConfig("me/model"), RowsConfig("mine.jsonl", num_prompts=4)
 RUNS = {
     "acceptance": AcceptanceRun(TARGET, DATA, HeadRef("h"), out_dir="o"),
-    "speedup": SpeedupRun(TARGET, DATA, HeadRef("h"), out_dir="o"),
+    "speedup": SpeedupRun(
+        TARGET, DATA, HeadRef("h"), out_dir="o", methods=["eagle_tree", "eagle_tree_2", "suffix"]
+    ),
     "serve": ServeRun(TARGET, DATA, HeadRef("h"), endpoint="http://a", out_dir="o"),
 }
 AGAIN = {
@@ -197,7 +234,7 @@ AGAIN = {
 def test_the_next_command_fits_the_outcome(
     ended: str, outcome: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if outcome is Outcome.alone and ended != "serve":
+    if ended != {Outcome.alone: "serve", Outcome.no_chain: "speedup"}.get(outcome, ended):
         return
     onward = {
         "acceptance": {"head.path": "h"},
@@ -217,13 +254,18 @@ def test_the_next_command_fits_the_outcome(
         assert (script, run.head.path) == (worth[ended], "h")
     elif NEXT[outcome] == "weak head":
         assert script == "scripts/regenerate.py"
-        assert (run.target.path, run.data.path) == ("me/model", PROMPTS_PLACEHOLDER)
+        assert (run.target.path, run.data.path) == ("me/model", "CHATS.jsonl")
+        assert "to train on (your file in place of CHATS.jsonl):" in said
     else:
         assert (script, run.head.path, run.out_dir) == (AGAIN[ended], "h", "o-again")
+        same = outcome in (Outcome.alone, Outcome.no_chain)
+        assert run.data.path == ("mine.jsonl" if same else "PROMPTS.jsonl")
+        assert run.data.num_prompts == (4 if same else None)
         alone = outcome is Outcome.alone
-        assert run.data.path == ("mine.jsonl" if alone else PROMPTS_PLACEHOLDER)
-        assert run.data.num_prompts == (4 if alone else None)
         assert getattr(run, "baseline", None) == ("http://localhost:8001" if alone else None)
+        if ended == "speedup":
+            way = "chain" if outcome is Outcome.no_chain else "tree"
+            assert run.methods == [f"eagle_{way}", f"eagle_{way}_2", "suffix"]
 
 
 def test_a_head_that_no_engine_serves_gets_a_verdict_alone(

@@ -144,14 +144,21 @@ def judged(num_prompts: int, tau: float, low: float, high: float, num_tokens: in
     return format_verdict({f"eval/{name}": value for name, value in figures.items()}, num_tokens)
 
 
+COSTS = (
+    "about the plain steps that a step with four drafts costs (8B, H200); eval/speedup.py compares "
+    "it with suffixes, which need no training"
+)
+
+
 def test_the_verdict_follows_the_figures_and_their_interval() -> None:
     enough = 10_000_000
     assert judged(16, 1.14, 1.1, 1.18, enough) == (
         "not to be published, as tau 1.14 (16 prompts, 95% interval 1.10-1.18) lies below 1.5, "
-        "where suffixes, which need no training, save as much"
+        + COSTS
     )
     assert judged(16, 1.55, 1.4, 1.7, enough).startswith(
-        "undecided, as the interval of tau 1.55 (16 prompts, 95% interval 1.40-1.70) holds 1.5"
+        "undecided, as the interval of tau 1.55 (16 prompts, 95% interval 1.40-1.70) holds 1.5, "
+        + COSTS
     )
     assert judged(16, 2.4, 2.1, 2.7, enough) == (
         "worth measuring, as tau 2.40 (16 prompts, 95% interval 2.10-2.70) lies above 1.5"
