@@ -247,10 +247,10 @@ NEXT_COMMANDS = {
     "export": NextCommand(
         "eval/serve.py", "once the server answers, check its drafts and measure it"
     ),
-    "acceptance again": NextCommand("eval/acceptance.py", "measure more prompts, 32 or more"),
-    "speedup again": NextCommand("eval/speedup.py", "measure more prompts, 32 or more"),
+    "acceptance again": NextCommand("eval/acceptance.py", "measure more prompts, 50 or more"),
+    "speedup again": NextCommand("eval/speedup.py", "measure more prompts, 50 or more"),
     "speedup chain": NextCommand("eval/speedup.py", "measure the chain, which all engines run"),
-    "serve again": NextCommand("eval/serve.py", "measure more prompts, 32 or more"),
+    "serve again": NextCommand("eval/serve.py", "measure more prompts, 50 or more"),
     "serve alone": NextCommand(
         "eval/serve.py", "start the same server without drafts, and measure it beside this one"
     ),

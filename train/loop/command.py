@@ -511,8 +511,8 @@ def format_verdict(evaluation: Mapping[str, float], num_tokens: int) -> str:
         judged = f"not to be published unmeasured, as the last evaluation {why}"
     elif figures[NUM_PROMPTS] < FEWEST_DIALOGUES or low is None or high is None:
         judged = (
-            f"not to be published yet, as {tau} rests on {basis}; at least {FEWEST_DIALOGUES} "
-            "are needed to judge a head"
+            f"not to be published yet, as {tau} rests on {basis}; an interval takes "
+            f"{FEWEST_DIALOGUES} prompts, and a decision 50 or more (eval/acceptance.py)"
         )
     elif high < WEAK_TAU:
         judged = f"not to be published, as {tau} ({basis}) lies below {COSTS}; {SUFFIXES}"

@@ -164,13 +164,14 @@ def test_the_verdict_follows_the_figures_and_their_interval() -> None:
         "worth measuring, as tau 2.40 (16 prompts, 95% interval 2.10-2.70) lies above 1.5"
     )
     assert judged(7, 2.4, 2.1, 2.7, enough) == (
-        "not to be published yet, as tau 2.40 rests on 7 prompts, 95% interval 2.10-2.70; at least "
-        "8 are needed to judge a head"
+        "not to be published yet, as tau 2.40 rests on 7 prompts, 95% interval 2.10-2.70; an "
+        "interval takes 8 prompts, and a decision 50 or more (eval/acceptance.py)"
     )
     one = {"eval/tau": 1.37, "eval/tau_prompts": 1.0}
     assert format_verdict(one, 900) == (
-        "not to be published yet, as tau 1.37 rests on 1 prompt; at least 8 are needed to judge a "
-        "head. The head read 900 tokens of the 10 million that a try takes (10,000 conversations)"
+        "not to be published yet, as tau 1.37 rests on 1 prompt; an interval takes 8 prompts, and "
+        "a decision 50 or more (eval/acceptance.py). The head read 900 tokens of the 10 million "
+        "that a try takes (10,000 conversations)"
     )
     failed = "not to be published unmeasured, as the last evaluation failed"
     assert format_verdict({}, enough) == failed
