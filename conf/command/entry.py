@@ -252,9 +252,12 @@ def convert_hydra_error(
     if not equals:
         return InputError(f"{given}: not a setting; type KEY=VALUE, --help lists all of them")
     if isinstance(error, OverrideParseException):
+        quoted = f"put a text with other signs in two kinds of quotes: '{key}=\"...\"'"
+        if value.startswith("{") and ":" in value:
+            quoted = f"put a mapping in quotes: '{key}={{NAME: VALUE}}'"
         return InputError(
             f"{given}: the value cannot be read; allowed: words and numbers, [a,b] for a list; "
-            f"put a text with other signs in two kinds of quotes: '{key}=\"...\"'"
+            f"{quoted}"
         )
     name = key.lstrip("+~")
     allowed = known.get(name, "see --help")

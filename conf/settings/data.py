@@ -77,11 +77,12 @@ class RowsConfig:
     """Read the rows of a Hub dataset as they arrive and keep only their tokens."""
     form: Form = Form.auto
     columns: Any = None
-    """Your names of fields, e.g. `{messages: my_chat}` or `{prompt: ask, response: reply}`."""
+    """Your names of fields, e.g. `'data.columns={messages: my_chat}'` or
+    `'data.columns={prompt: ask, response: reply}'`."""
     on_bad_row: OnBadRow = OnBadRow.error
     chat_template_kwargs: Any = None
-    """Variables of the target's chat template, as given at serving, e.g. `{enable_thinking:
-    false}`. Variables of a row take precedence."""
+    """Variables of the target's chat template, as given at serving, e.g.
+    `'data.chat_template_kwargs={enable_thinking: false}'`. Variables of a row take precedence."""
     num_prompts: int | None = None
     """Number of prompts (measuring) or conversations (training) to use, from the first. Unset:
     all."""
@@ -93,7 +94,7 @@ class RowsConfig:
         if not isinstance(self.chat_template_kwargs, dict | None):
             raise InputError(
                 f"data.chat_template_kwargs={self.chat_template_kwargs}: not a mapping; type one "
-                f"like '{{enable_thinking: false}}'"
+                "like 'data.chat_template_kwargs={enable_thinking: false}'"
             )
 
 
@@ -135,7 +136,7 @@ def _check_columns(columns: object) -> None:
     if not isinstance(columns, dict) or not all(isinstance(v, str) for v in columns.values()):
         raise InputError(
             f"data.columns={columns}: not a mapping of names; type one like "
-            "'{prompt: ask, response: reply}'"
+            "'data.columns={prompt: ask, response: reply}'"
         )
     for name in columns:
         if name not in COLUMNS:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any
 
+from conf.command.run_record import format_setting
 from conf.errors import InputError
 from conf.settings.data import Form, OnBadRow, RowsConfig
 from data.rows.data_files import Row, find_source, iter_rows
@@ -284,11 +285,14 @@ def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | Non
             return form
     first = rows[0].parse_raw()
     keys = ", ".join(key for spec in FORMS for key in spec.keys)
+    fields = first.value if isinstance(first.value, dict) and first.value else {"FIELD": ""}
+    sentences = (name for name, value in fields.items() if " " in str(value))
+    columns = {"prompt": next(sentences, next(iter(fields)))}
     raise InputError(
         f"{path}: none of the first {len(values)} rows has a known form; "
         f"{first.location} has {first.problem or show_fields(first.value)}; allowed: one of the "
-        f"fields {keys}; map other names with data.columns, e.g. "
-        "data.columns={prompt: ask, response: reply}"
+        f"fields {keys}; map other names, e.g. "
+        f"{format_setting('data.columns', columns)}, with a response for the field of answers"
     )
 
 
@@ -454,8 +458,9 @@ def _refuse_lost_fields(fields: Fields, form: Form, messages: Messages) -> None:
         if any(remove_white_space(text) not in said for text in _list_texts(value)):
             allowed = "a text that the messages hold too; write it into the question"
             if isinstance(value, str) and form not in COMPLETE:
-                allowed += f", set data.columns={{instruction: QUESTION, input: {name}}}"
-            allowed += f", or leave it out: data.columns={{unread: {name}}}"
+                columns = {"instruction": "QUESTION", "input": name}
+                allowed += f", set {format_setting('data.columns', columns)}"
+            allowed += f", or leave it out: {format_setting('data.columns', {'unread': name})}"
             raise MalformedRowError(name, format_found_value(value), allowed)
 
 
@@ -470,9 +475,10 @@ def _refuse_answered_text(fields: Fields, text: str) -> None:
         value = fields.get(name)
         texts = [] if isinstance(value, int | float) else _list_texts(value)  # no class of the text
         if any(remove_white_space(answer) not in said for answer in texts):
+            columns = {"prompt": "text", "response": name}
             allowed = (
-                "plain text without it; map it, e.g. data.columns={prompt: text, response: "
-                f"{name}}}, or set data.form=text to learn the whole text"
+                f"plain text without it; map it, e.g. {format_setting('data.columns', columns)}, "
+                "or set data.form=text to learn the whole text"
             )
             raise MalformedRowError(name, format_found_value(value), allowed)
 

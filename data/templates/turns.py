@@ -158,7 +158,7 @@ def _split_prompt(
             return through[:start], rest
         if not any(tag in prompt[start:] and rest.startswith(tag) for tag in THINKING_TAGS):
             return prompt, rest
-    hint = "; data.chat_template_kwargs={enable_thinking: true} may be missing"
+    hint = "; 'data.chat_template_kwargs={enable_thinking: true}' may be missing"
     apart = len(find_common_prefix(prompt, through))
     raise InputError(
         "the target's chat template renders an answer elsewhere than after its generation prompt "

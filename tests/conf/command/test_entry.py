@@ -211,7 +211,7 @@ def test_objects_are_given_on_the_command_line() -> None:
 
 
 def test_arguments_of_a_chat_template_are_an_object() -> None:
-    with pytest.raises(InputError, match=r"data.chat_template_kwargs=off: .*like '\{enable"):
+    with pytest.raises(InputError, match=r"data.chat_template_kwargs=off: .*like 'data.chat_templ"):
         DataConfig(chat_template_kwargs="off")
 
 

@@ -95,6 +95,11 @@ def test_settings_are_found(text: str, bold: list[str]) -> None:
             "list; put a text with other signs in two kinds of quotes: 'head.layers=\"...\"'",
         ),
         (
+            "data.columns={prompt:",
+            "data.columns={prompt:: the value cannot be read; allowed: words and numbers, [a,b] "
+            "for a list; put a mapping in quotes: 'data.columns={NAME: VALUE}'",
+        ),
+        (
             "head.layers=1,2",
             "head.layers=1,2: several values; allowed: one; type 'head.layers=[1,2]' for a list, "
             "or add --multirun to run the command for each",

@@ -402,7 +402,7 @@ def test_what_is_not_read_is_named(row, unread):
         ({"instruction": "Answer", "question": "Why?", "output": "Hello"}, r"'question': found"),
         ({"turns": ["Hi"], "context": "A story"}, r"'context': found 'A story'"),
         *(({"text": "Sort a list.", key: value},
-           rf"'{key}': found .*data.columns=\{{prompt: text, response: {key}\}}, or set data.form=")
+           rf"'{key}': found .*'data.columns=\{{prompt: text, response: {key}\}}', or set data\.f")
           for key, value in (("code", "sorted(x)"), ("answer", "x"), ("output", ["x"]),
                              ("role", "prompter"))),
         ({"text": "Hi", "train": False}, r"'text': found a text that is not learnt"),
@@ -527,7 +527,7 @@ def test_a_column_that_no_row_has():
         ),
         (
             {"prompt": 3},
-            r"data.columns=\{'prompt': 3\}: not a mapping of names; .*like '\{prompt: ask",
+            r"data.columns=\{'prompt': 3\}: not a mapping of names; .* 'data.columns=\{prompt: a",
         ),
         ("ask", r"data.columns=ask: not a mapping of names"),
     ],

@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
+from doors import COMMANDS
+from omegaconf import OmegaConf
 from toys import tokenizer
 
 from conf.errors import InputError
@@ -237,6 +241,22 @@ def test_every_row_malformed(write):
         load_records(write({"messages": []}, {"messages": []}), SKIP)
 
 
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"topic": "Wi-Fi", "user_message": "Why is it slow?"}, "user_message"),
+        ({"his words": "Why?", "topic": "Wi-Fi"}, "his words"),
+        ({}, "FIELD"),
+    ],
+)
+def test_the_mapping_that_is_suggested_can_be_pasted(write, row: dict, column: str) -> None:
+    with pytest.raises(InputError) as refused:
+        load_records(write(row, name="a.jsonl"))
+    [typed] = shlex.split(re.findall(r"'data\.columns=.*?'", str(refused.value))[0])
+    run = OmegaConf.to_object(COMMANDS["scripts/show_mask.py"].compose_settings([typed]))
+    assert run.data.columns == {"prompt": column}
+
+
 def test_missing_and_empty(write, tmp_path):
     (tmp_path / "folder").mkdir()
     for path, message in (
@@ -246,7 +266,7 @@ def test_missing_and_empty(write, tmp_path):
         (str(tmp_path / "folder"), r"folder: no file in this folder ends in .jsonl, "),
         (write("nonsense", name="rows.parquet"), r"rows.parquet: not a readable Parquet file"),
         (write({"ask": "x", "reply": "y"}, name="a.jsonl"),
-         r"the fields ask, reply; allowed: .*messages, con.*data.columns=\{prompt: ask, resp"),
+         r"the fields ask, reply; allowed: .*messages, con.*'data.columns=\{prompt: ask\}'"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             load_records(path)

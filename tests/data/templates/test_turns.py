@@ -318,7 +318,7 @@ def test_words_of_thinking_that_the_settings_turn_off(thinking: str) -> None:
     with pytest.raises(InputError) as caught:
         encoder("qwen3-off").encode_record(said)
     assert str(caught.value).endswith(
-        "data.chat_template_kwargs={enable_thinking: true} may be missing"
+        "'data.chat_template_kwargs={enable_thinking: true}' may be missing"
     )
 
 
