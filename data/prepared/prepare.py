@@ -64,6 +64,11 @@ class DataReport:
     num_heldout_known: int = 0
     """Held-out records whose first prompt is also that of a record to train on."""
 
+    def estimate_num_tokens(self, num_sequences: int) -> int:
+        """Estimate the tokens of some packed sequences, without padding, from the mean of all."""
+        num_all = self.num_train_sequences + self.num_eval_sequences
+        return round(self.num_tokens * num_sequences / num_all)
+
     def format_lines(self) -> list[str]:
         """Format the report as lines of text."""
         supervised = self.num_supervised_tokens / self.num_tokens
@@ -97,7 +102,7 @@ class DataReport:
         return [
             f"data: {self.path} (form {self.form.value}, sha256 {self.sha256[:12]}); "
             f"held out: {held_out}",
-            f"  records: {self.num_records:,} used, {self.num_bad:,} malformed, "
+            f"  records: {self.num_records:,} read, {self.num_bad:,} malformed, "
             f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
             *self._format_truncation(),
             f"  tokens: {self.num_tokens:,}, of which {supervised:.1%} are learnt",
@@ -239,13 +244,18 @@ class RecordSelection:
             return packed
         bad = self.folder.bad_row_messages
         why = f"; the first malformed row: {bad[0]}" if bad else ""
-        if not self.samples.count_learnt_tokens(int(self.samples.lengths.max())).any():
-            form = self.folder.form.value
-            why = f"; no record of form {form} has text of an assistant" + why
-        raise InputError(
-            f"{self.name}: nothing to learn; {packed.num_dropped} of {len(self.records)} records "
-            f"have no learnt token within data.max_length={max_length}{why}"
+        lacking = (
+            f"{packed.num_dropped} of {len(self.records)} records have no learnt token within "
         )
+        lacking += f"data.max_length={max_length}"
+        whole = self.folder.samples
+        if not whole.count_learnt_tokens(int(whole.lengths.max())).any():
+            lacking = (
+                f"none of its {self.folder.num_records} records of form {self.folder.form.value} "
+                "has text of an assistant; scripts/regenerate.py lets the target answer them "
+                "(docs/data.md)"
+            )
+        raise InputError(f"{self.name}: nothing to learn; {lacking}{why}")
 
 
 def _build_report(

@@ -217,7 +217,7 @@ def _train_locked(
     size, world = len(source.train), accelerator.num_processes
     config.train = resolve_length(config.train, size, length, world)
     num_read = min(size, config.train.num_steps * config.train.batch_size)
-    num_tokens = min(num_read * length, source.report.num_tokens)  # the report's hold no padding
+    num_tokens = source.report.estimate_num_tokens(num_read)
     head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
     objective, lines = build(source.target, source.train)
     lines += format_vocab_check(source, objective)

@@ -281,7 +281,7 @@ REPORT = DataReport(
 def test_the_lines_of_a_report():
     assert REPORT.format_lines() == [
         "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
-        "  records: 1,200 used, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
+        "  records: 1,200 read, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
         "  warning: 1,000 samples of 1,200 records are longer than data.max_length, so their ends "
         "are not learnt; data.max_length=448 keeps 90% whole, 70000 all",
         "  tokens: 4,000, of which 25.0% are learnt",
@@ -303,6 +303,12 @@ def test_the_lines_of_a_report():
     assert many[4:] == ["  malformed: row"] * NUM_BAD_SHOWN + ["  malformed: 1 more"]
 
 
+def test_tokens_of_some_sequences_hold_no_padding_and_none_that_are_held_out() -> None:
+    assert REPORT.estimate_num_tokens(55) == 4000
+    assert REPORT.estimate_num_tokens(50) == 3636
+    assert REPORT.estimate_num_tokens(8) == 582
+
+
 def test_the_report_counts_and_lists(write, tmp_path):
     rows = [*ROWS, {"prompt": ""}, exchange("refuse me", "x"), {"prompt": "no answer"}]
     config = DataConfig(max_length=40, on_bad_row=OnBadRow.skip)
@@ -314,7 +320,7 @@ def test_the_report_counts_and_lists(write, tmp_path):
     assert report.num_truncated > 0
     text = "\n".join(report.format_lines())
     assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
-    assert "102 used, 2 malformed" in text
+    assert "102 read, 2 malformed" in text
     assert "1 dropped (nothing to learn)" in text
     assert "rows.jsonl:101: field 'prompt': found empty text" in text
     assert "rows.jsonl:102: the target's chat template refuses the conversation: refused" in text
@@ -328,11 +334,12 @@ def test_a_refused_row_stops_by_default(write):
 
 def test_nothing_to_learn_is_refused(write):
     path = write([{"prompt": f"ask {i}"} for i in range(3)])
-    message = (
-        r"nothing to learn; 2 of 2 records have no .*no record of form prompt has text of an assist"
-    )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as caught:
         prepare(DataConfig(), make_tokenizer(), path=path, eval_path=None, seed=0)
+    assert str(caught.value) == (
+        f"{path}: nothing to learn; none of its 3 records of form prompt has text of an assistant; "
+        "scripts/regenerate.py lets the target answer them (docs/data.md)"
+    )
     short, path = DataConfig(max_length=3, on_bad_row=OnBadRow.skip), write(ROWS)
     within = "have no learnt token within data.max_length=3"
     with pytest.raises(InputError) as caught:
