@@ -330,7 +330,7 @@ def serving(
         if num_new == 1:
             return [0]  # nobody reads it
         with one_at_a_time:
-            return generate_greedy_answers(target, [ids], num_new, show_progress=False)[0]
+            return generate_greedy_answers(target, [ids], num_new)[0]
 
     def log_probs(ids: list[int]) -> list[float]:
         with one_at_a_time:

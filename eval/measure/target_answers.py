@@ -44,14 +44,12 @@ def stream_answers(
 
 
 def generate_greedy_answers(
-    target: Target, prompts: Sequence[list[int]], max_new_tokens: int, show_progress: bool = True
+    target: Target, prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[list[int]]:
-    """Generate greedy answers to prompts of token ids, with a progress bar if `show_progress`."""
+    """Generate greedy answers to prompts of token ids, with a progress bar."""
     texts: list[list[int]] = [[] for _ in prompts]
     ended = stream_answers(target, list(map(Request, prompts)), max_new_tokens, ANSWER_BATCH_SIZE)
-    for number, ids in tqdm(
-        ended, "target's own text", len(prompts), disable=not show_progress, unit="prompt"
-    ):
+    for number, ids in tqdm(ended, "target's own text", len(prompts), leave=None, unit="prompt"):
         texts[number] = ids
     return texts
 
@@ -110,7 +108,7 @@ class LocalAnswerSource:
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
         """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
-        texts = generate_greedy_answers(self.target, prompts, max_new_tokens, show_progress=False)
+        texts = generate_greedy_answers(self.target, prompts, max_new_tokens)
         return [
             (ids, self.target.encode_response(prompt, ids, taps))
             for prompt, ids in zip(prompts, texts, strict=True)

@@ -143,7 +143,7 @@ def test_vllm_hands_out_the_states_that_we_compute(
         for name, tensor in wanted.items():
             torch.testing.assert_close(states[name], tensor, rtol=0, atol=1e-5, msg=name)
     for prompt, (answer, states) in zip((ids[:20], ids[:5]), answered, strict=True):
-        assert answer == generate_greedy_answers(target, [prompt], 12, show_progress=False)[0]
+        assert answer == generate_greedy_answers(target, [prompt], 12)[0]
         assert states["hidden_states"].shape == (len(prompt) + 11, target.hidden_size)
 
 

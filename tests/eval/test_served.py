@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     asked = [
         each.token_ids for each in render_first_turns(records, RecordEncoder(target.tokenizer))
     ]
-    own = generate_greedy_answers(target, asked, 24, show_progress=False)
+    own = generate_greedy_answers(target, asked, 24)
     texts = [prompt + answer for prompt, answer in zip(asked, own, strict=True)]
     config = EagleConfig(form=EagleForm.eagle3, num_steps=3)
     head = EagleHead.from_settings(target, config, DraftVocab.make_full(target.vocab_size), seed=0)

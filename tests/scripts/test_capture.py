@@ -153,9 +153,7 @@ def test_answers_of_held_out_prompts_are_the_targets_own(whole: Path, inputs: Pa
         row = store.replay.load_sequence(index)
         ids, answer = row["input_ids"], row["loss_mask"]
         prompt = ids[~answer].tolist()
-        [alone] = generate_greedy_answers(
-            target, [prompt], replay.MAX_REPLAY_TOKENS, show_progress=False
-        )
+        [alone] = generate_greedy_answers(target, [prompt], replay.MAX_REPLAY_TOKENS)
         assert ids[answer].tolist() == alone
         output = target.encode_text(ids[:-1].tolist(), FeatureLayers((2,)))
         expected = output.layers[2][0].bfloat16().float()

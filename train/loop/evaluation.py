@@ -123,7 +123,9 @@ def _add_sums(
     weights = objective.term_weights.to(accelerator.device)
     indices = list(range(min(len(heldout), config.num_eval_sequences)))
     indices = indices[accelerator.process_index :: accelerator.num_processes]
-    for begin in range(0, len(indices), config.micro_batch_size):
+    begins = range(0, len(indices), config.micro_batch_size)
+    is_silent = not accelerator.is_main_process
+    for begin in tqdm(begins, "held-out losses", leave=None, disable=is_silent, unit="batch"):
         rows = stack_sequences(heldout, indices[begin : begin + config.micro_batch_size])
         loss_mask, ranges = (
             rows["loss_mask"],
@@ -210,7 +212,8 @@ class Replay(ABC):
         """Compute `tau`, its number of prompts and 95% interval, and `greedy_alpha_d1`.."""
         chain = Tree.make_chain(self.depth)
         steps: list[PromptSteps] = []
-        for prompt, (answer, output) in zip(self.prompts, self.answers, strict=True):
+        answered = list(zip(self.prompts, self.answers, strict=True))
+        for prompt, (answer, output) in tqdm(answered, "held-out tau", leave=None, unit="prompt"):
             ranked = rank_candidates(head, chain, output, prompt, answer)
             passes = replay_tree(chain, ranked, answer)
             steps.append(PromptSteps("heldout", passes, dialogue=len(steps)))

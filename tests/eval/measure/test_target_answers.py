@@ -15,7 +15,7 @@ def test_answers_are_those_that_are_written_alone() -> None:
     target.model.generation_config.eos_token_id = decode(target, NoDraft(), prompts[0], 4).token_ids
     alone = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in prompts]
     assert len({len(ids) for ids in alone}) > 1
-    assert generate_greedy_answers(target, prompts, 12, show_progress=False) == alone
+    assert generate_greedy_answers(target, prompts, 12) == alone
     few = dict(stream_answers(target, list(map(Request, prompts)), 12, batch_size=3))
     assert [few[place] for place in range(number)] == alone
     assert generate_greedy_answers(target, [], 12) == []

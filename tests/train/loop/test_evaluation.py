@@ -1,3 +1,4 @@
+import pytest
 import torch
 from toys import noisy_head, random_target
 
@@ -24,7 +25,7 @@ def test_prompts_end_where_the_first_learnt_token_is() -> None:
     assert len(select_heldout_prompts(heldout, 1)) == 1
 
 
-def test_the_replayed_tau_is_that_of_decoding() -> None:
+def test_the_replayed_tau_is_that_of_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     target = random_target()
     head = noisy_head(target)
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
@@ -39,6 +40,8 @@ def test_the_replayed_tau_is_that_of_decoding() -> None:
     assert (replayed["tau_low"], replayed["tau_high"]) == compute_tau_interval(prompts_steps, 0)
     depths = {"greedy_alpha_d1", "greedy_alpha_d2", "greedy_alpha_d3"}
     assert set(replayed) == {"tau", "tau_prompts", "tau_low", "tau_high", *depths}
+    said = capsys.readouterr().err
+    assert ("target's own text: 100%" in said, "held-out tau: 100%" in said) == (True, True)
 
 
 def test_a_line_of_figures_says_what_tau_rests_on() -> None:
