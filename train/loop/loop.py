@@ -187,6 +187,7 @@ class TrainingLoop:
         self.checkpoints = job.out_dir / "checkpoints"
         self.step = self.tokens = 0
         self.stop_asked = self.stopping = False
+        self._step_left_s = 0.0  # about, and 0 until the first micro batch has ended
         self.metrics: MetricLogger | None = None
         self.skipped = SkippedSequences(len(job.train))
         self.round = Round(job.train, 0, self.config.num_steps, job.seed)
@@ -320,12 +321,21 @@ class TrainingLoop:
         processes.wait_for_processes()
 
     def format_stop(self) -> str:
-        """Format when a run that is asked to stop will do so."""
+        """Format when a run that is asked to stop will do so, and how to end it at once.
+
+        `accelerate launch` of one process ends at Ctrl-C, and leaves the run without a terminal.
+        """
+        at_once = (
+            f"To stop at once, type Ctrl-C after two seconds, or kill -INT {os.getpid()} where "
+            "the prompt is back already"
+        )
         if self.step == self.config.num_steps:
-            return "all steps are done: stops after the last evaluation"
+            return f"all steps are done: stops after the last evaluation. {at_once}"
+        time_left = format_minutes(self._step_left_s)
         return (
-            f"stops after this step ({self.step + 1:,} of {self.config.num_steps:,}) and saves a "
-            "checkpoint; Ctrl-C after two seconds stops at once and loses the step"
+            f"stops after this step ({self.step + 1:,} of {self.config.num_steps:,})"
+            f"{time_left and f', in {time_left},'} and saves a checkpoint. {at_once}; that loses "
+            "the steps since the last checkpoint"
         )
 
     def _sum_over_processes(self, value: Tensor) -> Tensor:
@@ -407,10 +417,13 @@ class TrainingLoop:
                     self.placement.backward(sums.total)
             terms.append(sums.terms)
             del batch, sums  # frees their memory for the next batch
+            seconds = watch.seconds()
+            # After the last micro batch, a stop in an evaluation waits for a whole step.
+            self._step_left_s = seconds * (num_micro - len(terms) or num_micro)
             if self._timed_micro == len(terms) - 1:
                 self._timed_micro = None
                 num_left = num_micro * (self.config.num_steps - self.step)
-                for line in format_estimate(watch.seconds(), num_left):
+                for line in format_estimate(seconds, num_left):
                     self.print_on_main(line)
             watch = Stopwatch()
         return torch.stack(terms)
@@ -568,20 +581,33 @@ def _stop_signals(run: TrainingLoop) -> Iterator[None]:
 
 
 def format_estimate(seconds: float, num_left: int) -> list[str]:
-    """Format the time that a run takes by its first micro batch; nothing below a minute.
+    """Format the time that a run takes by its first micro batch; nothing if it is short.
 
     Args:
         seconds: time of a micro batch.
         num_left: micro batches of a process from here to the end.
     """
-    minutes = seconds * num_left / 60
-    if minutes < 1:
+    text = format_minutes(seconds * num_left)
+    if not text:
         return []
-    text = f"about {minutes:,.0f} minutes" if minutes < 100 else f"about {minutes / 60:,.0f} hours"
-    line = f"{text} to train, by the first micro batch: {num_left:,} of {seconds:.1f} s"
-    if minutes < MIN_LONG_MINUTES:
+    line = (
+        f"{text} to train, then the evaluation, by the first micro batch: {num_left:,} of "
+        f"{seconds:.1f} s"
+    )
+    if seconds * num_left < 60 * MIN_LONG_MINUTES:
         return [line]
     return [f"{line}; lower train.num_epochs, train.max_steps, data.num_prompts or data.max_length"]
+
+
+def format_minutes(seconds: float) -> str:
+    """Format seconds as `about 8 minutes` or `about 3 hours`; nothing below one and a half minutes.
+
+    From 100 minutes on, hours are named.
+    """
+    minutes = seconds / 60
+    if minutes < 1.5:
+        return ""
+    return f"about {minutes:,.0f} minutes" if minutes < 100 else f"about {minutes / 60:,.0f} hours"
 
 
 class SkippedSequences:

@@ -215,7 +215,15 @@ def test_sigterm_saves_and_resuming_equals_never_having_stopped(
     assert (stopped.finished, stopped.step) == (False, 3)
     assert not (out_dir / "head").exists()
     said = capfd.readouterr().err
-    assert said.count("\nstops after this step (3 of 6) and saves a checkpoint; Ctrl-C") == 1
+    assert (
+        said.count(
+            "\nstops after this step (3 of 6) and saves a checkpoint. To stop at once, type Ctrl-C "
+            f"after two seconds, or kill -INT {os.getpid()} where the prompt is back already; that "
+            "loses the steps since the last checkpoint\n"
+        )
+        == 1
+    )
+    assert "held-out losses: 100%" in said
     so_far = load_file(out_dir / "stopped/head/head.safetensors")
     saved = load_file(out_dir / "checkpoints/step-000003/head.safetensors")
     assert {name: tensor.tolist() for name, tensor in so_far.items()} == {
@@ -235,15 +243,20 @@ def test_sigterm_saves_and_resuming_equals_never_having_stopped(
     assert [line["step"] for line in lines(out_dir) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("compiled", "micro"), [(False, 1), (True, 2)])
-def test_the_first_micro_batch_tells_the_hours(
+@pytest.mark.parametrize(("compiled", "micro", "left"), [(False, 1, 5), (True, 2, 10)])
+def test_the_first_micro_batch_tells_the_hours_and_a_stop_tells_its_minutes(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     compiled: bool,
     micro: int,
+    left: int,
 ) -> None:
-    """A compiled objective's first one compiles, so the second is timed. Each takes 30 s here."""
+    """A compiled objective's first one compiles, so the second is timed.
+
+    A step has two, each of 300 s. The stop is asked for in the second, or in the third, with which
+    the next step begins.
+    """
     objective = ToyObjective()
     prepare, asked = objective.prepare_batch, []
 
@@ -252,11 +265,11 @@ def test_the_first_micro_batch_tells_the_hours(
             self.begun = len(asked)
 
         def seconds(self) -> float:
-            return 30.0 * (len(asked) - self.begun)
+            return 300.0 * (len(asked) - self.begun)
 
     def count(batch: Batch) -> Batch:
         if len(asked) <= micro:  # the estimate comes before the next micro batch
-            assert ("hours" in capsys.readouterr().out) == (len(asked) == micro)
+            assert ("hours" in capfd.readouterr().out) == (len(asked) == micro)
         if len(asked) == micro:
             os.kill(os.getpid(), signal.SIGTERM)
         asked.append(batch)
@@ -265,15 +278,16 @@ def test_the_first_micro_batch_tells_the_hours(
     monkeypatch.setattr(loop, "Stopwatch", Clock)
     objective.prepare_batch, objective.compiled = count, compiled
     fit(tmp_path, settings(max_steps=4000, eval_steps=9999), objective=objective)
+    assert f" of 4,000), in about {left} minutes, and saves a checkpoint." in capfd.readouterr().err
 
 
 def test_an_estimate_says_what_to_lower_if_it_is_long() -> None:
     assert loop.format_estimate(28.5, 8000) == [
-        "about 63 hours to train, by the first micro batch: 8,000 of 28.5 s; lower "
-        "train.num_epochs, train.max_steps, data.num_prompts or data.max_length"
+        "about 63 hours to train, then the evaluation, by the first micro batch: 8,000 of 28.5 s; "
+        "lower train.num_epochs, train.max_steps, data.num_prompts or data.max_length"
     ]
     assert loop.format_estimate(0.5, 1200) == [
-        "about 10 minutes to train, by the first micro batch: 1,200 of 0.5 s"
+        "about 10 minutes to train, then the evaluation, by the first micro batch: 1,200 of 0.5 s"
     ]
     assert loop.format_estimate(0.5, 100) == []
 
