@@ -6,6 +6,8 @@ tokens become numbers here.
 
 import math
 import os
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -470,7 +472,20 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
         head = out_dir / loop.STOPPED
         export = {"head.path": head, "format": "ENGINE", "out_dir": f"{out_dir}-stopped"}
         typed_line = run_record.format_command("scripts/export.py", export)
-        print(f"the head so far lies in {head}; to export it:\n  {typed_line}")  # noqa: T201
+        print(  # noqa: T201
+            f"the head so far lies in {head}; to export it (your engine in place of ENGINE):\n"
+            f"  {typed_line}"
+        )
+        print(f"\nnext, train on{format_resuming_command()}")  # noqa: T201
+
+
+def format_resuming_command() -> str:
+    """Format the command line of this process as one that goes on, for the end of a sentence."""
+    words = [word for word in sys.argv if not word.startswith("train.resume=")]
+    launcher, options = ["python"], ""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        launcher, options = ["accelerate", "launch"], " (with your options of accelerate launch)"
+    return f"{options}:\n  {shlex.join([*launcher, *words, 'train.resume=auto'])}"
 
 
 def format_vocab_check(source: TrainingSource, objective: Objective) -> list[str]:

@@ -9,6 +9,7 @@ Letters: B sequences, T tokens of one, K terms of a loss, L metrics, M micro bat
 
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +53,7 @@ from train.parallel.optimizers import compute_learning_rate, state_keys
 from train.parallel.strategies import make_strategy
 
 STOPPED = "stopped/head"
-"""Head of a run that was stopped, below `out_dir`."""
+"""Head of a run that was stopped, below `out_dir`, until the run has its last head."""
 STDERR = 2
 MIN_LONG_MINUTES = 60
 """Minutes from which a run's estimate says what to lower."""
@@ -309,6 +310,8 @@ class TrainingLoop:
                     self._run_evaluation()
         # The head is saved before its last evaluation, so a failure there loses nothing.
         self._save_head("head")
+        if self.rank == 0:
+            shutil.rmtree((self.job.out_dir / STOPPED).parent, ignore_errors=True)
         self._run_evaluation()
         return Outcome(True, self.step, self.evaluation)
 

@@ -197,7 +197,7 @@ def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
 
 
 def test_sigterm_saves_and_resuming_equals_never_having_stopped(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(tmp_path / "straight", settings(), noise=0.3)
     objective = ToyObjective(0.3)
@@ -229,16 +229,22 @@ def test_sigterm_saves_and_resuming_equals_never_having_stopped(
     assert {name: tensor.tolist() for name, tensor in so_far.items()} == {
         name: tensor.tolist() for name, tensor in saved.items()
     }
+    typed = ["train/medusa.py", "train.resume=checkpoints/1", "data.columns={prompt: ask}"]
+    monkeypatch.setattr("sys.argv", typed)
     command.print_end(stopped, out_dir, None)
     assert capfd.readouterr().out == (
         "stopped at step 3; continue with train.resume=auto\n"
-        f"the head so far lies in {out_dir}/stopped/head; to export it:\n"
+        f"the head so far lies in {out_dir}/stopped/head; to export it (your engine in place of "
+        "ENGINE):\n"
         f"  python scripts/export.py head.path={out_dir}/stopped/head format=ENGINE "
-        f"out_dir={out_dir}-stopped\n"
+        f"out_dir={out_dir}-stopped\n\n"
+        "next, train on:\n"
+        "  python train/medusa.py 'data.columns={prompt: ask}' train.resume=auto\n"
     )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     torch.manual_seed(12345)
     assert fit(out_dir, settings(resume="auto"), noise=0.3).finished
+    assert sorted(p.name for p in out_dir.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
     assert weights(out_dir) == weights(tmp_path / "straight")
     assert [line["step"] for line in lines(out_dir) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
 

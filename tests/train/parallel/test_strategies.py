@@ -210,8 +210,12 @@ def test_sigterm_saves_a_checkpoint_for_another_number_of_processes(
     os.killpg(process.pid, signal.SIGTERM)
     text, _ = process.communicate(timeout=60)
     assert "continue with train.resume=auto" in text
+    line = f" {' '.join(long)} train.resume=auto\n"
     if layout == "one":
+        assert f"next, train on:\n  python{line}" in text
         assert process.returncode == 0  # torch's elastic launcher always reports the signal
+    else:
+        assert f" (with your options of accelerate launch):\n  accelerate launch{line}" in text
     (saved,) = (tmp_path / "out/checkpoints").iterdir()
     more = [f"train.max_steps={int(saved.name[5:]) + 3}", "train.resume=auto"]
     other = launched("cpu2") if layout == "one" else ONE
