@@ -116,11 +116,13 @@ class DataReport:
         """Format a warning if more than a tenth of the samples lose their ends."""
         if not self.lengths or self.num_truncated <= MANY_TRUNCATED * self.num_records:
             return []
-        most = -(-self.lengths["p90"] // 64) * 64
+        most, longest = -(-self.lengths["p90"] // 64) * 64, self.lengths["longest"]
+        kept = (
+            f"{most} keeps 90% whole, {longest} all" if most < longest else f"{longest} keeps all"
+        )
         return [
             f"  warning: {self.num_truncated:,} samples of {self.num_records:,} records are longer "
-            f"than data.max_length, so their ends are not learnt; data.max_length={most} keeps 90% "
-            f"whole, {self.lengths['longest']} all"
+            f"than data.max_length, so their ends are not learnt; data.max_length={kept}"
         ]
 
 

@@ -292,6 +292,8 @@ def test_the_lines_of_a_report():
         "  malformed: row 1",
         "  malformed: row 2",
     ]
+    short = replace(REPORT, lengths=REPORT.lengths | {"longest": 448})
+    assert short.format_lines()[2].endswith("are not learnt; data.max_length=448 keeps all")
     few = replace(REPORT, num_truncated=120)
     assert few.format_lines()[2].startswith("  tokens: ")
     assert replace(few, num_truncated=121).format_lines()[2].startswith("  warning: 121 samples ")
