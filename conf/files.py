@@ -304,7 +304,8 @@ def make_lock_error(path: Path, owner: LockOwner) -> InputError:
     """Make the error about a lock file's living owner."""
     return InputError(
         f"{path.parent}: another process is writing here: {owner}; wait for its end, or name "
-        f"another folder (if that process is gone, delete {path})"
+        f"another folder (if its machine has died, start again: the next start waits {STALE_S:.0f} "
+        "s for a sign of life and goes on)"
     )
 
 

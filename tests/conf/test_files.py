@@ -114,7 +114,9 @@ def test_an_owner_on_another_machine_is_dead_once_it_gives_no_sign(
         return real(path)
 
     monkeypatch.setattr(files, "find_lock_owner", move_and_look)
-    with pytest.raises(InputError, match=f"process {PID} on {name}"):
+    monkeypatch.setattr(files, "STALE_S", 60.0)
+    named = f"process {PID} on {name}; .* died, start again: the next start waits 60 s for a sign "
+    with pytest.raises(InputError, match=named):
         lock_file(path)
     assert looks[0] == 5
 
