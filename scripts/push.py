@@ -306,10 +306,14 @@ def load_measurement(
         )
         return None
     result = load_json(path) or {}
+    tree = "dynamic_tree" if "dynamic_tree" in result else "static_tree"
     wanted = {
-        "acceptance": ("tau", "alpha", "per_position", "by_category", "num_prompts", "mode"),
+        "acceptance": (
+            "tau", "tau_ci95", "alpha", "per_position", "by_category", "num_prompts", "prompts",
+            "mode", tree,
+        ),
         "speedup": ("methods", "baseline", "baselines", "lossless"),
-    }[name]
+    }[name]  # fmt: skip
     missing = [key for key in wanted if key not in result]
     if missing:
         raise InputError(f"{path}: lacks {', '.join(missing)}; measure again with eval/{name}.py")

@@ -10,7 +10,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
 from data.rows.data_files import DATA_ENDINGS
-from eval.measure.acceptance_stats import format_interval
+from eval.measure.acceptance_stats import (
+    count_dialogues,
+    format_shown_interval,
+    select_tree_figures,
+)
 from eval.measure.data_statement import format_training_notes
 from eval.measure.results import build_markdown_table, format_conditions
 from heads.draft_head import HeadFacts, get_head_settings
@@ -219,20 +223,16 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
         f"prompts and {acceptance['num_tokens']} tokens{_format_dtype_and_device(acceptance)} "
         f"({acceptance['mode']}, {choice}); without drafting it is 1."
     )
-    tree = acceptance.get("static_tree") or acceptance.get("dynamic_tree") or {}
-    by_category = tree.get("by_category", {})
-    header = ["category", "prompts", "tau", "95% interval", *(["tau, tree"] if by_category else [])]
+    tree, dialogues = select_tree_figures(acceptance), count_dialogues(acceptance["prompts"])
+    header = ["category", "prompts", "tau", "95% interval", "tau, tree"]
     rows = []
-    for name, row in acceptance["by_category"].items():
-        cells = [
-            name,
-            row["num_prompts"],
-            f"{row['tau']:.3f}",
-            format_interval(row["ci95"], 3, " to "),
-        ]
-        if by_category:
-            cells.append(f"{by_category[name]['tau']:.3f}" if name in by_category else "")
-        rows.append(cells)
+    every = {**acceptance, "ci95": acceptance["tau_ci95"]}
+    for name, row in [*acceptance["by_category"].items(), ("all", every)]:
+        interval = format_shown_interval(row["ci95"], min(dialogues, row["num_prompts"]))
+        in_tree = tree if row is every else tree["by_category"][name]
+        rows.append(
+            [name, row["num_prompts"], f"{row['tau']:.3f}", interval, f"{in_tree['tau']:.3f}"]
+        )
     rates = zip(acceptance["alpha"], acceptance["per_position"], strict=True)
     depths = [
         [depth, f"{alpha:.3f}", f"{cumulative:.3f}"]
@@ -274,12 +274,15 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
         f"`{speedup['baseline']}`{faster}, without drafting; efficiency is the speed-up of "
         "decoding / tau."
     )
+    dialogues = count_dialogues(speedup["methods"][speedup["baseline"]]["prompts"])
+    header = ["method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency"]
     rows = [
         [
             name,
             f"{row['tau']:.3f}",
             f"{row['tokens_per_s']:.1f}",
             f"{row['speedup']:.2f}",
+            format_shown_interval(row["speedup_ci95"], dialogues),
             "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
         ]
         for name, row in speedup["methods"].items()
@@ -287,7 +290,7 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
     parts = [
         summary,
         *_format_training_notes(speedup),
-        build_markdown_table([["method", "tau", "tokens/s", "speed-up", "efficiency"], *rows]),
+        build_markdown_table([header, *rows]),
     ]
     lossless = speedup["lossless"]
     if lossless is not None:  # sampled texts are not compared

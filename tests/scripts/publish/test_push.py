@@ -19,27 +19,38 @@ from scripts.publish.staging import Renaming, scrub_private_data
 from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer
 
+ROWS = [{"dialogue": n} for n in range(11)]
 ACCEPTANCE = {
     "mode": "replay",
     "tau": 1.8125,
+    "tau_ci95": [1.6, 2.0],
     "alpha": [0.6, 0.35],
     "per_position": [0.6, 0.21],
     "by_category": {
-        "writing": {"tau": 1.75, "ci95": [1.5, 2.0], "num_prompts": 3},
-        "math|code": {"tau": 1.875, "ci95": None, "num_prompts": 5},
+        "writing": {"tau": 1.75, "ci95": [1.5, 2.0], "num_prompts": 2},
+        "math|code": {"tau": 1.875, "ci95": [1.75, 2.0], "num_prompts": 8},
+        "one": {"tau": 1.25, "ci95": None, "num_prompts": 1},
     },
-    "num_prompts": 8,
+    "num_prompts": 11,
     "num_tokens": 512,
+    "prompts": ROWS,
+    "static_tree": {
+        "tau": 2.25,
+        "tau_ci95": [2.0, 2.5],
+        "by_category": {"writing": {"tau": 2.125}, "math|code": {"tau": 2.375}, "one": {"tau": 2}},
+    },
 }
 SPEEDUP = {
     "baseline": "vanilla",
     "baselines": ["vanilla", "generate"],
     "methods": {
         "vanilla": {
-            "tau": 1.0, "tokens_per_s": 20.0, "speedup": 1.0, "efficiency": 1.0, "breakdown": {}
+            "tau": 1.0, "tokens_per_s": 20.0, "speedup": 1.0, "efficiency": 1.0, "breakdown": {},
+            "speedup_ci95": None, "prompts": ROWS,
         },
-        "medusa_tree": {
-            "tau": 2.0, "tokens_per_s": 31.0, "speedup": 1.55, "efficiency": 0.775, "breakdown": {}
+        "medusa_chain": {
+            "tau": 1.8, "tokens_per_s": 11.2, "speedup": 0.56, "efficiency": 0.31, "breakdown": {},
+            "speedup_ci95": [0.49, 0.64], "prompts": ROWS,
         },
     },
     "lossless": {"num_prompts": 8, "num_equal": 8, "first_divergences": []},
@@ -188,8 +199,7 @@ def model_index(*taus: tuple[str, float], data: str) -> list[dict[str, Any]]:
 def test_the_metadata_hold_tau_as_the_hub_reads_it(
     run_dir: Path, tmp_path: Path, path: str, name: str
 ) -> None:
-    tree = {"tau": 2.25, "by_category": {}}
-    measured = {**ACCEPTANCE, "data": {"path": path}, "static_tree": tree}
+    measured = {**ACCEPTANCE, "data": {"path": path}}
     (run_dir / "acceptance.json").write_text(json.dumps(measured))
     card = (dry(run_dir, tmp_path) / "README.md").read_text()
     assert yaml.safe_load(card.split("---\n", 2)[1])["model-index"] == model_index(
@@ -206,15 +216,21 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         "library_name": "headsmith",
         "license": "apache-2.0",
         "tags": ["speculative-decoding", "medusa", "draft-head"],
-        "model-index": model_index(("chain", 1.8125), data="headsmith-default"),
+        "model-index": model_index(
+            ("chain", 1.8125), ("static tree", 2.25), data="headsmith-default"
+        ),
     }
     for text in (
         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
         "**1.812**",
-        "| writing | 3 | 1.750 | 1.500 to 2.000 |",
-        "| math\\|code | 5 | 1.875 | - |",
+        "| category | prompts | tau | 95% interval | tau, tree |",
+        "| writing | 2 | 1.750 | few | 2.125 |",
+        "| math\\|code | 8 | 1.875 | 1.75-2.00 | 2.375 |",
+        "| one | 1 | 1.250 | - | 2.000 |",
+        "| all | 11 | 1.812 | 1.60-2.00 | 2.250 |",
         "| 2 | 0.350 | 0.210 |",
-        "| medusa_tree | 2.000 | 31.0 | 1.55 | 0.78 |",
+        "| method | tau | tokens/s | speed-up | 95% interval | efficiency |",
+        "| medusa_chain | 1.800 | 11.2 | 0.56 | 0.49-0.64 | 0.31 |",
         "8 of 8 texts equal",
         "![acceptance](acceptance.png)",
         f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`.",
@@ -382,7 +398,7 @@ def test_measured_names_the_folder(run_dir: Path, tmp_path: Path) -> None:
     (other / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "tau": 1.5}))
     card = (dry(run_dir, tmp_path, measured=str(other)) / "README.md").read_text()
     assert "**1.500**" in card
-    assert "medusa_tree" not in card
+    assert "medusa_chain" not in card
 
 
 def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
@@ -401,7 +417,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"head\.path=nowhere: no such folder"):
         push.main(PushRun(head=HeadRef(path="nowhere"), repo_id="me/x"))
     (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
-    refused(r"acceptance.json: lacks alpha, per_position")
+    refused(r"acceptance.json: lacks tau_ci95, alpha, per_position, .*, prompts, mode, static_tree")
     (run_dir / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "alpha": [0.1] * 3}))
     refused("measures drafts of 3 tokens, but this head drafts at most 2")
     make_head(tmp_path / "other")

@@ -17,10 +17,6 @@ from heads.vocab import DraftVocab
 from scripts import push
 from tests.scripts.publish.test_push import ACCEPTANCE, PROVENANCE
 
-TREE = {
-    "tau": 2.25,
-    "by_category": {"writing": {"tau": 2.125}, "math|code": {"tau": 2.375}},
-}
 LLAMA = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2,
     num_key_value_heads=1, head_dim=16, num_hidden_layers=1, max_position_embeddings=128,
@@ -64,7 +60,8 @@ def test_card_of_eagle3_with_a_reduced_vocabulary(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = {"path": "/home/ann/old", "revision": "main", "step_decay": 0.8, "fc_bias": False}
     make_head(run / "head", EagleForm.eagle3, settings)
-    measured = {**ACCEPTANCE, "dynamic_tree": TREE}
+    measured = {**ACCEPTANCE, "dynamic_tree": ACCEPTANCE["static_tree"]}
+    measured.pop("static_tree")
     (run / "acceptance.json").write_text(json.dumps(measured))
     card = card_of(run)
     assert yaml.safe_load(card.split("---\n", 2)[1])["tags"] == [
@@ -78,8 +75,8 @@ def test_card_of_eagle3_with_a_reduced_vocabulary(tmp_path: Path) -> None:
         "(as `output_hidden_states` counts them), fused. It drafts token by token",
         "Method: EAGLE-3 ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840))",
         "**1.812**",
-        "| writing | 3 | 1.750 | 1.500 to 2.000 | 2.125 |",
-        "| math\\|code | 5 | 1.875 | - | 2.375 |",
+        "| writing | 2 | 1.750 | few | 2.125 |",
+        "| all | 11 | 1.812 | 1.60-2.00 | 2.250 |",
         "(replay, greedy)",
         "| head.form | eagle3 |",
         "| head.num_steps | 7 |",
@@ -173,14 +170,15 @@ def test_sampled_measurements_are_not_called_greedy(tmp_path: Path) -> None:
                "per_position": [0.1] * 6}  # fmt: skip
     (run / "acceptance.json").write_text(json.dumps(sampled))
     figures = {"tau": 2.0, "tokens_per_s": 31.0, "speedup": 1.55, "efficiency": 0.775}
+    figures |= {"speedup_ci95": [1.4, 1.7], "prompts": [{"dialogue": 0}]}
     speedup = {"baseline": "vanilla", "baselines": ["vanilla"], "lossless": None}
-    speedup["methods"] = {"eagle_tree": figures}
+    speedup["methods"] = {"eagle_tree": figures, "vanilla": figures}
     (run / "speedup.json").write_text(json.dumps(speedup))
     card = card_of(run)
     contains(
         card,
         "(decode, temperature 0.7)",
-        "| eagle_tree | 2.000 | 31.0 | 1.55 | 0.78 |",
+        "| eagle_tree | 2.000 | 31.0 | 1.55 | few | 0.78 |",
         '"num_speculative_tokens": 6}',
     )
     assert "texts equal" not in card
