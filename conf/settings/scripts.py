@@ -227,7 +227,7 @@ class ContestRun(PackedRun):
     """Seed of weights, data and sampling."""
 
     def __post_init__(self) -> None:
-        check_positive("", self, "tokens", "max_new_tokens", "num_turns", "num_repeats")
+        check_positive("", self, "max_new_tokens", "num_turns", "num_repeats")
         if not self.recipes:
             raise InputError("recipes=[]: no head to train; name one, e.g. recipes=[medusa]")
         if not self.concurrency or min(self.concurrency) < 1:

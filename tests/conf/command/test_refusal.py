@@ -138,7 +138,7 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
         (
             "scripts/push.py target.dtype=x",
             "target.dtype: this command has no such setting; train/dflash.py, train/dflash2.py, "
-            "train/dspark.py, train/eagle.py and 18 more have it",
+            "train/dspark.py, train/eagle.py and 17 more have it",
         ),
         ("train/medusa.py target=me/x", "target=me/x: target is a section of settings; type targe"),
         ("eval/acceptance.py head=a/b", "head=a/b: head is a section of settings; type head.path="),
