@@ -24,7 +24,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, errors
 
-from conf.command.environment import count_threads, set_num_threads, set_passive_wait_policy
+from conf.command.environment import (
+    count_threads,
+    hide_loading_bars,
+    set_num_threads,
+    set_passive_wait_policy,
+)
 from conf.command.help_pages import (
     check_setting_exists,
     check_typed_form,
@@ -81,6 +86,7 @@ class Command(Generic[Config]):
         status 2.
         """
         set_passive_wait_policy()
+        hide_loading_bars()
         argv = sys.argv[1:]
         self._jobs.clear()
         if HELP & set(argv):

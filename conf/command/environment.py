@@ -6,6 +6,7 @@ whose launchers are compiled as C. Both need Python.h, which many images of a cl
 """
 
 import os
+import sys
 import sysconfig
 import warnings
 from collections.abc import Mapping
@@ -40,6 +41,15 @@ def set_passive_wait_policy() -> None:
     times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def hide_loading_bars() -> None:
+    """Keep transformers' bars out of logs, unless the environment says otherwise.
+
+    Call before transformers loads. Downloads from the Hub draw none there anyway.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def count_threads(asked: int | str, environ: Mapping[str, str]) -> int | None:

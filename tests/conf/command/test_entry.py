@@ -68,6 +68,21 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(
     assert os.environ["OMP_WAIT_POLICY"] == found
 
 
+@pytest.mark.parametrize(
+    ("given", "is_terminal", "found"), [(None, False, "1"), (None, True, None), ("0", False, "0")]
+)
+def test_bars_of_loading_stay_out_of_logs_unless_the_user_says_otherwise(
+    given: str | None, is_terminal: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", str(given))
+    if given is None:
+        monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "argv", ["train/medusa.py"])
+    COMMANDS["train/medusa.py"].parse_command_line()
+    assert os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == found
+
+
 @pytest.mark.parametrize("entry", ONE_OF_EACH_FOLDER)
 def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path) -> None:
     for name in ("data", "heads", "conf"):
