@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from conf.command.clock import Stopwatch
 from conf.command.jsonl_store import ROWS_NAME, JsonlStore
 from conf.command.run_record import make_fingerprint
 from conf.errors import InputError
@@ -74,6 +75,8 @@ BATCHES_AT_A_TIME = 8
 """Batches per group of conversations. A group ends before the next one starts. In a small group the
 last batch runs half empty more often. A killed run answers its whole unfinished group again, so a
 large group repeats more work."""
+WITHOUT_FORECAST = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+"""Format of the bar until two batches have ended. Rows end in bursts, so earlier forecasts err."""
 
 
 def main(config: RegenerateRun) -> None:
@@ -120,16 +123,26 @@ def main(config: RegenerateRun) -> None:
             f"answers go to {journal.path}"
         )
         counter = OutcomeCounter(config)
-        with tqdm(desc="answering", total=len(dialogues), initial=num_done, unit="row") as bar:
+        answerer = load_answerer(config, device) if todo and endpoint is None else None
+        watch, num_at_once = Stopwatch(), config.concurrency if endpoint else config.batch_size
+        with tqdm(
+            desc="answering", total=len(dialogues), initial=num_done, unit="row", smoothing=0,
+            bar_format=WITHOUT_FORECAST,
+        ) as bar:  # fmt: skip
 
             def report(outcomes: list[DialogueOutcome]) -> None:
                 counter.record_outcomes(outcomes, journal)
+                if counter.num_tokens:
+                    rate = counter.num_tokens / watch.seconds()
+                    bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
+                if bar.n + len(outcomes) >= num_done + 2 * num_at_once:
+                    bar.bar_format = None
                 bar.update(len(outcomes))
 
             if todo and endpoint is not None:
                 asyncio.run(answer_from_endpoint(todo, endpoint, config, report))
-            elif todo:
-                answer_in_process(dialogues, config, device, journal.done_ids, report)
+            elif answerer is not None:
+                answer_in_process(dialogues, answerer, journal.done_ids, report)
         rows = journal.write_sorted()
     print_report(config, rows, counter)
     if RequestFailedError in counter.problems:
@@ -209,6 +222,8 @@ class Dialogue:
         self.truncated: list[int] = []
         self.is_cut = False
         """True if it ends early, at the result of a tool call by an earlier answer."""
+        self.num_tokens = 0
+        """Tokens of the answers so far, where the target tells them."""
         self._num_answers = 0
         self._seed = seed
         self._rest = [m for m in record.messages or [] if m["role"] != "assistant"]
@@ -239,6 +254,7 @@ class Dialogue:
             self.truncated.append(self._num_answers)
         ids = {} if answer.token_ids is None else {"token_ids": answer.token_ids}
         self.messages.append(answer.message | ids)
+        self.num_tokens += len(answer.token_ids or ())
         self._num_answers += 1
 
     @property
@@ -282,11 +298,7 @@ Report = Callable[[list[DialogueOutcome]], None]
 
 
 def answer_in_process(
-    dialogues: list[Dialogue],
-    config: RegenerateRun,
-    device: torch.device,
-    done: set[int],
-    report: Report,
+    dialogues: list[Dialogue], answerer: "ConversationAnswerer", done: set[int], report: Report
 ) -> None:
     """Answer the open conversations in groups of some batches.
 
@@ -297,20 +309,12 @@ def answer_in_process(
 
     Args:
         dialogues: all conversations, finished ones too.
-        config: settings of the command.
-        device: device of the target.
+        answerer: the target and how it answers.
         done: ids of the finished conversations.
         report: called with each new outcome.
     """
-    target = load_target(config.target, device)
-    apply_generation_config(target, plain=config.plain)
-    pack_weights(target.model, target.output_head)
-    encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
-    answerer = ConversationAnswerer(
-        target, encoder, config.batch_size, config.max_new_tokens, config.temperature
-    )
     ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
-    size = BATCHES_AT_A_TIME * config.batch_size
+    size = BATCHES_AT_A_TIME * answerer.batch_size
     for start in range(0, len(ordered), size):
         group = ordered[start : start + size]
         if any(dialogue.id not in done for dialogue in group):
@@ -406,6 +410,17 @@ class ConversationAnswerer:
         return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)
 
 
+def load_answerer(config: RegenerateRun, device: torch.device) -> ConversationAnswerer:
+    """Load the target to a device, to answer in this process with a command's settings."""
+    target = load_target(config.target, device)
+    apply_generation_config(target, plain=config.plain)
+    pack_weights(target.model, target.output_head)
+    encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
+    return ConversationAnswerer(
+        target, encoder, config.batch_size, config.max_new_tokens, config.temperature
+    )
+
+
 def iter_group_outcomes(
     group: list[Dialogue], answerer: ConversationAnswerer
 ) -> Iterator[DialogueOutcome]:
@@ -483,6 +498,7 @@ class OutcomeCounter:
     problems: dict[type[Exception], list[str]] = field(default_factory=dict)
     num_failed_in_a_row: int = 0
     num_cut: int = 0
+    num_tokens: int = 0
 
     def record_outcomes(self, outcomes: list[DialogueOutcome], journal: JsonlStore) -> None:
         """Write the rows of finished conversations, and count the others.
@@ -493,6 +509,7 @@ class OutcomeCounter:
         journal.append([o.dialogue.build_row() for o in outcomes if o.problem is None])
         for dialogue, problem in outcomes:
             self.num_cut += problem is None and dialogue.is_cut
+            self.num_tokens += dialogue.num_tokens
             failed = isinstance(problem, RequestFailedError)
             self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
             if problem is None:

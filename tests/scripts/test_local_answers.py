@@ -113,6 +113,23 @@ def test_answers_end_with_the_stop_texts_of_the_generation_config(tmp_path: Path
         run_local(target_path, data, tmp_path / "after", plain=True)
 
 
+def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
+    target_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
+    data = chats(tmp_path / "in.jsonl", num_rows=7)
+    for batch_size, forecasts in ((4, False), (3, True)):
+        rows = run_local(target_path, data, tmp_path / str(batch_size), batch_size=batch_size)
+        assert len(rows) == 7
+        said = capsys.readouterr().err
+        assert said.rindex("Loading weights") < said.index("answering")
+        last = said[said.rindex("answering: 100%") :]
+        assert (" tokens/s]" in last, "row/s" in last) == (True, forecasts), last
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_resumed_answers_equal_uninterrupted_ones(
     temperature: float, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
