@@ -100,9 +100,10 @@ from heads.export.writer import (
     format_version_limit,
 )
 from heads.gguf_target import load_gguf_target
-from heads.kinds import load_local_head
+from heads.kinds import find_kind_name, load_local_head
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
+from scripts.publish.verdict import judge_measured_head
 
 PORTS = {
     ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,
@@ -153,6 +154,9 @@ def main(config: ExportRun) -> None:
         return
     limit = format_version_limit(head, config.format)
     command = head.plan_export(config.format, str(out_dir)).command
+    places = (folder, folder.resolve().parent)
+    if verdict := judge_measured_head(folder, find_kind_name(head), places):
+        print(verdict)
     print(f"{wrote}; serve it with{limit and f' ({limit})'}\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
         kept_settings = collect_changed_settings(config, "head", "target") | {"target.path": path}

@@ -78,7 +78,7 @@ if __name__ == "__main__":
 
 from data.embedded import is_embedded
 from heads.draft_head import DraftHead
-from heads.kinds import load_head
+from heads.kinds import find_kind_name, load_head
 from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
 from scripts.publish.model_card import (
     CardFacts,
@@ -98,6 +98,7 @@ from scripts.publish.staging import (
     verify_staged_export,
     write_json,
 )
+from scripts.publish.verdict import judge_measured_head, measures_another_head
 
 PICTURES = ("acceptance.png", "speedup.png")
 # Other files of a folder stay at home, as optimizer states, logs and data.
@@ -147,6 +148,8 @@ def main(config: PushRun) -> None:
             collect_card_facts(config, head, folder, provenance, places, target),
             exports=export_facts, notices=notices, figures=[picture.name for picture in pictures],
         )  # fmt: skip
+        if facts.verdict:
+            print(facts.verdict)
         for repo_id, staged in repos.items():
             repo_facts = facts
             if repo_id != config.repo_id:
@@ -276,6 +279,7 @@ def collect_card_facts(
             for each in config.comparisons
         ],
         speedup=scrub_private_data(load_measurement(places, "speedup", folder, most)),
+        verdict=judge_measured_head(folder, find_kind_name(head), places),
     )
 
 
@@ -317,8 +321,7 @@ def load_measurement(
     missing = [key for key in wanted if key not in result]
     if missing:
         raise InputError(f"{path}: lacks {', '.join(missing)}; measure again with eval/{name}.py")
-    other = result.get("head")
-    if isinstance(other, str) and Path(other).is_dir() and not Path(other).samefile(folder):
+    if measures_another_head(other := result.get("head"), folder):
         raise InputError(
             f"{path}: measures another head, {other}; set measured= to this head's results"
         )

@@ -79,6 +79,8 @@ class CardFacts:
     license: str | None = None
     acceptance: dict[str, Any] | None = None
     speedup: dict[str, Any] | None = None
+    verdict: str = ""
+    """What these figures say about serving the head; empty without figures."""
     comparisons: list[str] = field(default_factory=list)
     """Sentences and tables of `scripts/compare.py`."""
     figures: list[str] = field(default_factory=list)
@@ -117,6 +119,7 @@ def build_model_card(facts: CardFacts) -> ModelCard:
     """Build the card of a head, with its metadata."""
     sections = [
         _format_introduction(facts),
+        *([facts.verdict] if facts.verdict else []),
         *facts.notices,
         _format_usage(facts),
         _format_measurements(facts),

@@ -114,6 +114,37 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     assert provenance["export"]["target"] == str(heads / "target")
 
 
+def test_the_verdict_of_the_head_stands_before_its_serve_command(
+    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(heads / "eagle", tmp_path / "run/head")
+
+    def measured(name: str, result: dict[str, Any], engine: str = "vllm") -> str:
+        (tmp_path / f"run/{name}.json").write_text(json.dumps(result))
+        run(tmp_path / "run", "head", engine, tmp_path / f"out-{engine}")
+        return capsys.readouterr().out.splitlines()[2]
+
+    wrote = f"wrote {tmp_path / 'out-vllm'}"
+    assert measured("acceptance", {"tau": 1.1}).startswith(wrote), "an old file"
+    tree = {"tau": 1.2, "tau_ci95": [1.1, 1.3]}
+    result = {"prompts": [{"dialogue": n} for n in range(8)], "static_tree": tree, **tree}
+    said = measured("acceptance", result)
+    assert said.startswith("The verdict of acceptance.json: This head is not worth ")
+    assert measured("acceptance", result | {"head": str(heads / "eagle")}).startswith(wrote)
+    slow, fast = (
+        {"speedup": speed, "speedup_ci95": [speed, speed], "prompts": result["prompts"]}
+        for speed in (0.56, 2.0)
+    )
+    # Of a second head.
+    methods = {"eagle_chain": slow, "eagle_chain_2": fast, "eagle_tree_2": fast}
+    said = measured("speedup", {"methods": methods})
+    assert said.startswith(
+        "The verdict of speedup.json: This head is not worth serving: eagle_chain decodes at 0.56 "
+    )
+    others = measured("speedup", {"methods": {"medusa_chain": slow}})
+    assert others.startswith(wrote), "no figure of this head"
+
+
 def test_a_target_with_which_the_engine_would_crash_is_said_in_place_of_its_line(
     tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
 ) -> None:

@@ -246,6 +246,16 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         assert text in body
 
 
+def test_push_and_card_begin_with_the_verdict_of_the_figures(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "The verdict of speedup.json: This head is not worth serving: medusa_chain decodes at "
+    card = (dry(run_dir, tmp_path) / "README.md").read_text()
+    assert said in card[: card.index("## Use")]
+    told = capsys.readouterr().out
+    assert told.index(said) < told.index("\nme/qwen-medusa\n")
+
+
 def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Path) -> None:
     data = {"chat_template_kwargs": {"enable_thinking": False}}
     config = {**PROVENANCE["config"], "data": data}
