@@ -366,7 +366,11 @@ def _format_training(facts: CardFacts) -> str:
     parts = ["## Training", _data_text(provenance.get("data") or {})]
     config = provenance.get("config") or {}
     settings = config.get("train") or {}
-    rows = [[f"train.{key}", settings[key]] for key in TRAIN_KEYS if key in settings]
+    of_data = config.get("data") or {}
+    # A store's sequences have a length of their own.
+    length = None if of_data.get("features") else of_data.get("max_length")
+    rows = [["data.max_length", length]] if length else []
+    rows += [[f"train.{key}", settings[key]] for key in TRAIN_KEYS if key in settings]
     rows += [
         [f"head.{key}", value]
         for key, value in get_head_settings(provenance).items()
@@ -400,4 +404,6 @@ def _data_text(data: dict[str, Any]) -> str:
     name = data.get("path") or "Headsmith's embedded default"
     form = f", form {data['form']}" if data.get("form") else ""
     digest = f", sha256 `{data['sha256']}`" if data.get("sha256") else ""
-    return f"Data: `{name}`, {count}{form}{digest}."
+    number = data.get("num_truncated")
+    cut = f" {number:,} samples were longer than `data.max_length`; their ends were not learnt."
+    return f"Data: `{name}`, {count}{form}{digest}.{cut if number else ''}"

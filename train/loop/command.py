@@ -48,6 +48,7 @@ from train.loop.sources import (
     ServedSequences,
     TrainingSource,
     check_feature_layers,
+    format_authorship,
     load_store,
     load_store_source,
     load_target_source,
@@ -244,12 +245,19 @@ def _train_locked(
         objective.compile_parts()
     if store is not None:
         check_feature_layers(store, objective.head.taps)
+    told = [
+        *(
+            ["answers: the target writes them while it trains (rollout.steps)"]
+            if config.rollout.steps is not None
+            else format_authorship(source.report.path, source.identity)
+        ),
+        *format_data_need(num_tokens),
+    ]
     if accelerator.is_main_process:
         threads = f"{torch.get_num_threads()} thread(s) each"
         where = f"{accelerator.num_processes} process(es), {accelerator.device.type}, {threads}"
         where += ", compiled on first use" if compiled else ""
-        lines_of_run = [*source.lines, *format_data_need(num_tokens)]
-        lines_of_run += [*kernel_notice(accelerator.device), *lines]
+        lines_of_run = [*source.lines, *told, *kernel_notice(accelerator.device), *lines]
         lines_of_run += [*list_serving_warnings(objective.head, source.target), optimizer]
         print_plan(config, source.target.name, lines_of_run, where, size, length)
     parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
@@ -268,7 +276,12 @@ def _train_locked(
             | {
                 "trained_on": source.statement.to_json(),
                 "target_identity": to_json(source.identity),
-                "about_head": [*lines, *opened_source.server_lines],
+                "about_head": [
+                    f"training: {format_run_length(config.train, size, length)}",
+                    *told,
+                    *lines,
+                    *opened_source.server_lines,
+                ],
             },
             head_documents=source.statement.build_documents(),
             fingerprint=make_fingerprint(

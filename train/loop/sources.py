@@ -208,8 +208,6 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
         make_replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
         lines.append(f"attention of the target: {target.attention_description}")
     identity = identify_target(config.target, target.tokenizer, target.dtype)
-    if config.rollout.steps is None:  # otherwise the target writes while it trains
-        lines += format_authorship(report.path, identity)
     checksum = train_data.checksum
     kwargs = config.data.chat_template_kwargs or {}
     statement = DataStatement(
@@ -222,7 +220,7 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
 
 
 def format_authorship(path: str, identity: TargetIdentity) -> list[str]:
-    """Format a warning unless a record says that the target wrote the answers of the data.
+    """Format who wrote the answers of the data, with a warning unless it was the target.
 
     Records are the manifest that scripts/regenerate.py writes beside its rows, and token ids in
     the first row.
@@ -238,14 +236,16 @@ def format_authorship(path: str, identity: TargetIdentity) -> list[str]:
     manifest = load_json(rows.with_name(MANIFEST_NAME)) if rows.name == ROWS_NAME else None
     if manifest is not None:
         now = make_fingerprint(target=identity)
-        if "target.name" not in manifest:  # a server wrote them, known by its model's name alone
-            return []
+        if "target.name" not in manifest:
+            return [
+                f"answers of data.path: {manifest.get('model', 'a model')} wrote them, on a server"
+            ]
         changed = [key for key in find_changed_keys(manifest, now) if key in AUTHORS]
         if not changed:
-            return []
+            return ["answers of data.path: the target wrote them"]
         whose = f"another target wrote them ({format_changes(manifest, now, changed)})"
     elif rows.is_file() and _has_written_ids(rows):
-        return []
+        return ["answers of data.path: a model wrote them, whose token ids stand beside them"]
     else:
         whose = "no record says that the target wrote them"
     return [
@@ -301,7 +301,7 @@ def load_store_source(
     prompts = store.load_prompts()
     statement = DataStatement(report.path, report.sha256, kwargs, plan.target["dtype"], prompts)
     identity = get_store_identity(plan)
-    lines += [*report.format_lines(), *format_authorship(report.path, identity)]
+    lines += report.format_lines()
     return TrainingSource(
         target, identity, plan.splits["train"].checksum, store.train, store.heldout, report,
         statement, lines, replay,

@@ -59,7 +59,7 @@ PROVENANCE = {
     "target": "Qwen/Qwen3-8B",
     "config": {
         "target": {"path": "Qwen/Qwen3-8B"},
-        "data": {"path": "/home/ann/My Data/chats.jsonl"},
+        "data": {"path": "/home/ann/My Data/chats.jsonl", "max_length": 128},
         "head": {"path": None, "num_heads": 2, "num_layers": 1, "labels": "hard"},
         "train": {"max_steps": 77, "learning_rate": 0.001, "resume": "/scratch/ann/run/last"},
         "seed": 3,
@@ -70,6 +70,7 @@ PROVENANCE = {
     "data": {
         "path": "/home/ann/My Data/chats.jsonl",
         "num_records": 12345,
+        "num_truncated": 1200,
         "sha256": "f00d" * 16,
         "form": "messages",
         "bad": ["/home/ann/My Data/chats.jsonl:3: field 'content': found 'my secret diary'"],
@@ -233,7 +234,9 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         "| medusa_chain | 1.800 | 11.2 | 0.56 | 0.49-0.64 | 0.31 |",
         "8 of 8 texts equal",
         "![acceptance](acceptance.png)",
-        f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`.",
+        f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`. 1,200 samples "
+        "were longer than `data.max_length`; their ends were not learnt.",
+        "| data.max_length | 128 |",
         "| train.max_steps | 77 |",
         "| head.num_heads | 2 |",
         "| head.labels | hard |",

@@ -397,7 +397,7 @@ def test_a_target_from_the_hub_is_known_by_its_commit(inputs: Path, tmp_path: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_says_where_no_record_tells_that_the_target_wrote_the_answers(
+def test_a_run_and_its_head_say_who_wrote_the_answers(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = TrainConfig(
@@ -411,7 +411,13 @@ def test_a_run_says_where_no_record_tells_that_the_target_wrote_the_answers(
         out_dir = str(tmp_path / f"run-{name}")
         medusa.main(MedusaRun(target=target, data=data, out_dir=out_dir, train=train, **more))
         lines = capsys.readouterr().out.splitlines()
-        said[name] = [line for line in lines if line.startswith("answers of data.path: ")]
+        said[name] = [line for line in lines if line.startswith("answers")]
+        about = json.loads(Path(f"{out_dir}/head/headsmith.json").read_text())["about_head"]
+        assert [about[0]] == [line for line in lines if line.startswith("training: ")]
+        assert about[1:3] == [
+            *said[name],
+            *(line for line in lines if line.startswith("tokens to")),
+        ]
 
     others = inputs / "chat.jsonl"
     run("others", others)
@@ -435,6 +441,13 @@ def test_a_run_says_where_no_record_tells_that_the_target_wrote_the_answers(
     run("another's", tmp_path / "own/conversations.jsonl")
     (tmp_path / "ids.jsonl").write_bytes((tmp_path / "own/conversations.jsonl").read_bytes())
     run("ids", tmp_path / "ids.jsonl")
-    assert said["rollouts"] == said["own"] == said["folder"] == said["ids"] == []
+    assert said["own"] == said["folder"] == ["answers of data.path: the target wrote them"]
+    assert said["rollouts"] == ["answers: the target writes them while it trains (rollout.steps)"]
+    assert said["ids"] == [
+        "answers of data.path: a model wrote them, whose token ids stand beside them"
+    ]
+    manifest.write_text(json.dumps({"source": "endpoint", "model": "me/toy"}))
+    run("server's", tmp_path / "own/conversations.jsonl")
+    assert said["server's"] == ["answers of data.path: me/toy wrote them, on a server"]
     (line,) = said["another's"]
     assert "another target wrote them (target.weights was 000000000000, is " in line
