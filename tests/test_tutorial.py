@@ -38,7 +38,7 @@ def typed(command: str) -> list[str]:
 
 
 def told(text: str) -> list[str]:
-    """The lines that name files or the next command, without figures.
+    """The lines that name files, their check or the next command, without figures.
 
     A measurement's next command follows its figures, which fewer prompts change.
     """
@@ -47,7 +47,8 @@ def told(text: str) -> list[str]:
     )
     lines = text.replace(f"{ROOT}/", "").splitlines()
     lines = [re.sub(r"sha256 \w+|\d+(?:[.,]\d+)*", "#", each) for each in lines]
-    return [each for each in lines if "outputs/" in each or each.startswith("next, ")]
+    same = ("next, ", "model.safetensors: ", "links ")
+    return [each for each in lines if "outputs/" in each or each.startswith(same)]
 
 
 @pytest.mark.slow
