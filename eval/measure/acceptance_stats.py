@@ -360,7 +360,7 @@ def bootstrap_speedup(
         seed: seed of the resampling.
 
     Returns:
-        The baseline's seconds per token divided by ours, each text at its medians over repeats; and
+        Our tokens per second divided by the baseline's, each text at its medians over repeats; and
         the interval.
     """
     members = group_by(range(len(dialogues)), lambda number: dialogues[number]).values()
@@ -383,7 +383,7 @@ def bootstrap_speedup(
         seconds, tokens, base_seconds, base_tokens = (
             sum(cells[dialogue][column] for dialogue in drawn) for column in range(4)
         )
-        return (base_seconds / base_tokens) / (seconds / tokens)
+        return (tokens / seconds) / (base_tokens / base_seconds)
 
     everything = range(len(members))
     return speedup(everything, range(num_repeats)), bootstrap_interval(
