@@ -629,17 +629,17 @@ eval/acceptance.py head.path={files}/broken/other-target target.path={in}/target
 eval/acceptance.py head.path={files}/broken/no-config target.path={in}/target
 eval/acceptance.py head.path={in}/target target.path={in}/target
 eval/speedup.py methods=[medussa]
-eval/speedup.py methods=[medusa_tree] target.path={in}/target data.path={in}/prompts.jsonl
+eval/speedup.py methods=[medusa_tree] {asked}
 eval/speedup.py batch_size=0
 eval/speedup.py concurrency=[0]
 eval/speedup.py lookup.min_ngram=4
 eval/speedup.py lookahead.level=1
-eval/speedup.py methods=[draft_chain] target.path={in}/target data.path={in}/prompts.jsonl
-eval/speedup.py methods=[generate_lookup] batch_size=2 target.path={in}/target
-eval/speedup.py head.path={files}/train/medusa/head methods=[medusa_typical] target.path={in}/target
-eval/speedup.py self_draft.skip=[9] methods=[skip_layers] target.path={in}/target
+eval/speedup.py methods=[draft_chain] {asked}
+eval/speedup.py methods=[generate_lookup] batch_size=2 {asked}
+eval/speedup.py head.path={files}/train/medusa/head methods=[medusa_typical] {asked}
+eval/speedup.py self_draft.skip=[9] methods=[skip_layers] {asked}
 eval/tree_search.py head.path={files}/train/medusa/head top_ks=[2,1]
-eval/tree_search.py head.path={files}/train/medusa/head curve={in}/gone.json
+eval/tree_search.py head.path={files}/train/medusa/head curve={in}/gone.json {asked}
 eval/serve.py endpoint=http://localhost:1 tolerance=1
 eval/serve.py target.path={in}/target
 scripts/capture.py layers=[] teacher=top_k
@@ -683,13 +683,18 @@ scripts/zoo/check.py model_types=[nobody]
 scripts/show_mask.py num_samples=x
 scripts/show_mask.py data.form=chat
 """
-"""Command lines. `{on}` names target and data; an `out_dir` is added where none is named."""
+"""Command lines. `{on}` names target and data, `{asked}` those to measure with; an `out_dir` is
+added where none is named."""
 
 
 def refusals(checkout: Checkout) -> None:
     """Messages and exit status of wrong command lines, broken heads and malformed rows."""
     break_heads(checkout.folder / "files/train", checkout.folder / "files/broken")
-    lines = {line: line.replace("{on}", ON) for line in REFUSED.strip().splitlines()}
+    asked = "target.path={in}/target data.path={in}/prompts.jsonl"
+    lines = {
+        line: line.replace("{on}", ON).replace("{asked}", asked)
+        for line in REFUSED.strip().splitlines()
+    }
     for name in BAD_ROWS:
         on = f"target.path={{in}}/target data.path={{in}}/bad/{name}.jsonl data.num_proc=1"
         lines |= {f"show {name}": f"scripts/show_mask.py {on}"}
