@@ -404,6 +404,6 @@ def _data_text(data: dict[str, Any]) -> str:
     name = data.get("path") or "Headsmith's embedded default"
     form = f", form {data['form']}" if data.get("form") else ""
     digest = f", sha256 `{data['sha256']}`" if data.get("sha256") else ""
-    number = data.get("num_truncated")
+    number = data.get("num_truncated") or 0
     cut = f" {number:,} samples were longer than `data.max_length`; their ends were not learnt."
     return f"Data: `{name}`, {count}{form}{digest}.{cut if number else ''}"
