@@ -188,5 +188,5 @@ def test_a_merge_that_cannot_be_is_refused(tmp_path: Path) -> None:
             merge_adapter.main(MergeAdapterRun(target))
     (tmp_path / "mine").touch()
     target = TargetConfig(path="t", adapter=adapter)
-    with pytest.raises(InputError, match=r"out_dir=.*: is not empty"):
+    with pytest.raises(InputError, match=r"out_dir=.*: is not an empty folder"):
         merge_adapter.main(MergeAdapterRun(target, str(tmp_path)))
