@@ -76,7 +76,7 @@ def test_pushed_against_odds_and_pulled_the_head_measures_the_same(
 ) -> None:
     push = [
         f"head.path={run_dir / 'head'}", f"exports=[{run_dir / 'vllm'},{run_dir / 'sglang'}]",
-        f"repo_id={REPO}",
+        f"repo_id={REPO}", "base_model=somebody/target",
     ]  # fmt: skip
     outputs = []
     with HubServer() as hub:
