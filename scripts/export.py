@@ -89,6 +89,7 @@ if __name__ == "__main__":
 import torch
 
 from data.embedded import TARGET_PATH, is_embedded
+from eval.measure.verdict import judge_measured_head
 from eval.parity.parity_check import check_parity
 from heads.draft_head import UNKNOWN
 from heads.export.writer import (
@@ -103,7 +104,6 @@ from heads.gguf_target import load_gguf_target
 from heads.kinds import find_kind_name, load_local_head
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
-from scripts.publish.verdict import judge_measured_head
 
 PORTS = {
     ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,

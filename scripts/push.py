@@ -77,6 +77,7 @@ if __name__ == "__main__":
     COMMAND.parse_command_line()
 
 from data.embedded import is_embedded
+from eval.measure.verdict import judge_measured_head, measures_another_head
 from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
@@ -98,7 +99,6 @@ from scripts.publish.staging import (
     verify_staged_export,
     write_json,
 )
-from scripts.publish.verdict import judge_measured_head, measures_another_head
 
 PICTURES = ("acceptance.png", "speedup.png")
 # Other files of a folder stay at home, as optimizer states, logs and data.

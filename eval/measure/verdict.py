@@ -1,8 +1,11 @@
 """Verdict of a measurement: one sentence from its figures, and the next command that fits."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from conf.command.run_record import (
@@ -11,6 +14,7 @@ from conf.command.run_record import (
     collect_changed_settings,
     print_next_command,
 )
+from conf.files import load_json
 from conf.settings.measure import MeasureRun
 from eval.measure.acceptance_stats import (
     FEWEST_DIALOGUES,
@@ -191,6 +195,44 @@ def _format_basis(bounds: Sequence[float] | None, num_dialogues: int) -> str:
     if bounds is None or num_dialogues < FEWEST_DIALOGUES:
         return basis
     return f"95% interval {format_interval(bounds)}, {basis}"
+
+
+def judge_measured_head(folder: Path, kind: str, places: Sequence[Path]) -> str:
+    """Judge a head by its `speedup.json`, or else by its `acceptance.json`.
+
+    Args:
+        folder: folder of the head.
+        kind: kind of the head, after which its methods are named.
+        places: folders with measurements; the first that has a file is used.
+
+    Returns:
+        The verdict, and the file that it rests on; empty if the files measure another head, lack
+        figures, or are missing.
+    """
+    judges: dict[str, Callable[[dict[str, Any]], Verdict | None]] = {
+        "speedup.json": partial(judge_speedup, kinds=[kind]),
+        "acceptance.json": judge_acceptance,
+    }
+    for name, judge in judges.items():
+        result = next(filter(None, (load_json(place / name) for place in places)), {})
+        if measures_another_head(result.get("head"), folder):
+            continue
+        if "methods" in result:  # eagle_tree_2 is another head's
+            rows = result["methods"].items()
+            numbered = re.compile(rf"{kind}_\w+_\d+")
+            result["methods"] = {k: row for k, row in rows if not numbered.fullmatch(k)}
+        try:
+            verdict = judge(result)
+        except KeyError:  # no file, or an old one
+            continue
+        if verdict is not None:
+            return f"The verdict of {name}: {verdict.sentence}"
+    return ""
+
+
+def measures_another_head(path: object, folder: Path) -> bool:
+    """Tell whether a result's head, if it is a folder of this machine, is none of a given one."""
+    return isinstance(path, str) and Path(path).is_dir() and not Path(path).samefile(folder)
 
 
 def print_verdict(
