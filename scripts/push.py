@@ -319,6 +319,9 @@ def load_measurement(
         "speedup": ("methods", "baseline", "baselines", "lossless"),
     }[name]  # fmt: skip
     missing = [key for key in wanted if key not in result]
+    rows = result.get("methods", {}).values()
+    row_keys = ("speedup_ci95", "prompts")
+    missing += [f"methods.*.{key}" for key in row_keys if any(key not in row for row in rows)]
     if missing:
         raise InputError(f"{path}: lacks {', '.join(missing)}; measure again with eval/{name}.py")
     if measures_another_head(other := result.get("head"), folder):

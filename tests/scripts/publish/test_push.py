@@ -433,6 +433,11 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     refused(r"acceptance.json: lacks tau_ci95, alpha, per_position, .*, prompts, mode, static_tree")
     (run_dir / "acceptance.json").write_text(json.dumps({**ACCEPTANCE, "alpha": [0.1] * 3}))
     refused("measures drafts of 3 tokens, but this head drafts at most 2")
+    (run_dir / "acceptance.json").write_text(json.dumps(ACCEPTANCE))
+    written = json.loads((run_dir / "speedup.json").read_text())
+    del written["methods"]["vanilla"]["speedup_ci95"]
+    (run_dir / "speedup.json").write_text(json.dumps(written))
+    refused(r"speedup.json: lacks methods.\*.speedup_ci95; measure again with eval/speedup.py")
     make_head(tmp_path / "other")
     (run_dir / "acceptance.json").write_text(
         json.dumps({**ACCEPTANCE, "head": str(tmp_path / "other")})
