@@ -71,6 +71,6 @@ def test_every_command_runs_and_says_and_writes_what_is_shown(tmp_path: Path) ->
 def test_what_a_command_names_as_the_next_is_what_the_page_goes_on_with() -> None:
     named = [re.search(r"^  (?:python|accelerate launch) (\S+)", shown, re.M) for _, shown in STEPS]
     assert [found and found[1] for found in named] == [
-        "train/eagle.py", "eval/acceptance.py", "eval/speedup.py", "scripts/export.py",
+        "train/eagle.py", "eval/acceptance.py", "eval/speedup.py", "scripts/regenerate.py",
         "eval/serve.py", None, "scripts/push.py",
     ]  # fmt: skip
