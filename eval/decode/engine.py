@@ -18,7 +18,7 @@ from conf.command.clock import DecodingTimes, PartClock
 from eval.decode.generation_config import LogitsProcessors, StopRules
 from eval.decode.verification import ContextLimits, HostStep, TreeOutputs, run_verify_pass
 from heads.decoding.cache import KeptNodes, TreeCache
-from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots, RowDrafter
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
 from heads.decoding.tree import Tree
 from heads.devices import to_device
@@ -89,7 +89,7 @@ def count_common_prefix(left: list[int], right: list[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-class NoDraft(RowDrafter):
+class NoDraft(Drafter):
     """Drafter without drafts: plain decoding in the same engine, the baseline `vanilla`."""
 
     num_static_nodes = 1

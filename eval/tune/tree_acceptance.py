@@ -17,7 +17,7 @@ from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
-from heads.decoding.drafting import CommittedTokens, Draft, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.head_drafter import DynamicTreeDrafter
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
@@ -141,10 +141,8 @@ class DrawnTree:
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
-class TreeRecorder:
+class TreeRecorder(Drafter):
     """Draws trees at every token of the target's own text, and proposes nothing."""
-
-    num_static_nodes = None
 
     def __init__(self, drafters: Sequence[DynamicTreeDrafter]) -> None:
         self.drafters, self.plain, self.taps = drafters, NoDraft(), drafters[0].taps

@@ -3,9 +3,10 @@
 Letters: B texts, N tree nodes (root included), P nodes with children, D hidden, V vocab.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -243,51 +244,32 @@ class CommittedTokens:
         )
 
 
-class Drafter(Protocol):
-    """Proposes trees for a batch. Implement these members to add a way to draft.
+class Drafter(ABC):
+    """Proposes trees for a batch. Define `observe` and `propose` to add a way to draft.
 
     Attributes:
         taps: hidden states of the target that the drafter needs.
+        num_static_nodes: nodes of the largest tree, root included, if a step can be captured whole,
+            as all trees have one size and need nothing from the host; None for other drafters.
+        row_attributes: names of the attributes with one entry per text: lists, tensors [B, ...], or
+            objects with `select_rows` and `insert_row`, like `Generators`, caches and drafters;
+            None or empty before the first tokens.
     """
 
-    taps: FeatureLayers
+    taps = FeatureLayers()
+    num_static_nodes: int | None = None
+    row_attributes: tuple[str, ...] = ()
 
-    @property
-    def num_static_nodes(self) -> int | None:
-        """Return the nodes of the largest tree, root included, if a step can be captured whole.
-
-        Such drafts have one size and need nothing from the host. None for other drafters.
-        """
-
+    @abstractmethod
     def observe(self, seen: CommittedTokens) -> None:
         """Read the committed tokens, first the prompts.
 
         Long prompts arrive in parts. A text may have no token in a part, except in the last.
         """
 
+    @abstractmethod
     def propose(self, roots: Roots) -> Draft:
         """Propose trees below `roots`, the tokens that the target has chosen but not read yet."""
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Select the texts that stay, in place, as others have ended; may precede `observe`."""
-
-    def insert_row(self, row: int, other: Self) -> None:
-        """Insert the single text of another drafter, which has seen only a prompt, into a row."""
-
-
-class RowDrafter:
-    """Base of drafters that remember something of each text: selects and inserts rows.
-
-    Attributes:
-        row_attributes: names of the attributes with one entry per text: lists, tensors [B, ...], or
-            objects with `select_rows` and `insert_row`, like `Generators`, caches and drafters;
-            None or empty before the first tokens.
-        taps, num_static_nodes: see `Drafter`.
-    """
-
-    row_attributes: tuple[str, ...] = ()
-    taps = FeatureLayers()
-    num_static_nodes: int | None = None
 
     def select_rows(self, rows: list[int]) -> None:
         """Select the texts that stay, in place, as others have ended; may precede `observe`."""
@@ -315,5 +297,5 @@ class RowDrafter:
             elif new is not None and not isinstance(new, list):
                 setattr(self, name, value.insert_row(row, new) or value)
 
-    def _prepare_insert(self, other: Self) -> None:
+    def _prepare_insert(self, other: Self) -> None:  # noqa: B027
         """Prepare both drafters for moving a text."""

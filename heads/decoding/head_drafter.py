@@ -10,7 +10,7 @@ form a tree. Source: EAGLE-2, arXiv 2406.16858, section 4; SafeAILab/EAGLE `mode
 Letters: B texts, D depth, w nodes of a depth, M expanded nodes, V vocabulary, W draft vocabulary.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import CacheSlots, SlotBuffer
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, RowDrafter
+from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.vocab import DraftVocab
 
 
-class HeadDrafter(RowDrafter, ABC):
+class HeadDrafter(Drafter):
     """Drafter with an attached head. Subclasses define `observe` and `propose`.
 
     Args:
@@ -36,14 +36,6 @@ class HeadDrafter(RowDrafter, ABC):
     def __init__(self, head: Any, shape: DraftShape | None = None) -> None:
         self.head, self.taps = head, head.taps
         self.shape: Any = shape
-
-    @abstractmethod
-    def observe(self, seen: CommittedTokens) -> None:
-        """Observe committed tokens. See `heads.decoding.drafting.Drafter`."""
-
-    @abstractmethod
-    def propose(self, roots: Roots) -> Draft:
-        """Propose drafts. See `heads.decoding.drafting.Drafter`."""
 
 
 class ChainDrafter(HeadDrafter):

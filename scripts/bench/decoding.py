@@ -33,8 +33,10 @@ Maker = Callable[[Sampling, list[int]], Drafter]
 """Function that makes a drafter for texts with these seeds."""
 
 
-class OracleCorrectedDrafter:
+class OracleCorrectedDrafter(Drafter):
     """Run a drafter, then propose an oracle's draft in place of the drafter's."""
+
+    row_attributes = ("drafter", "oracle")
 
     def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
         self.drafter, self.oracle = drafter, oracle
@@ -51,16 +53,6 @@ class OracleCorrectedDrafter:
         """Return the oracle's draft after the drafter has done its work."""
         self.drafter.propose(roots)
         return self.oracle.propose(roots)
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep some rows of both drafters."""
-        self.drafter.select_rows(rows)
-        self.oracle.select_rows(rows)
-
-    def insert_row(self, row: int, other: "OracleCorrectedDrafter") -> None:
-        """Replace a row of both drafters by the first row of another object's drafters."""
-        self.drafter.insert_row(row, other.drafter)
-        self.oracle.insert_row(row, other.oracle)
 
 
 def make_certain_target(

@@ -17,7 +17,7 @@ import torch
 from eval.decode.drafters.draft_model import commit_tokens, count_draftable_tokens
 from eval.decode.engine import count_common_prefix
 from heads.decoding.cache import KeptNodes, TreeCache
-from heads.decoding.drafting import CommittedTokens, Draft, Roots, RowDrafter
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.target_model.model import Target
 
 CUT = "\ufffd"  # how decoders write a character with missing bytes
@@ -130,7 +130,7 @@ class Translation:
         self.tail = self.tail[-self.window :]
 
 
-class CrossTokenizerDrafter(RowDrafter):
+class CrossTokenizerDrafter(Drafter):
     """Drafts the likeliest tokens of a model with another tokenizer.
 
     Every step waits for the device once more, as text is made on the host.

@@ -21,8 +21,8 @@ from heads.decoding.drafting import (
     PAD,
     CommittedTokens,
     Draft,
+    Drafter,
     Roots,
-    RowDrafter,
     build_tree_layout,
 )
 from heads.decoding.sampling import GREEDY, Generators, Sampling
@@ -49,7 +49,7 @@ class DraftLength:
     confidence: float = 0.0
 
 
-class DraftModel(RowDrafter):
+class DraftModel(Drafter):
     """Drafts with a language model.
 
     It proposes its likeliest tokens; when sampling, it draws from its distribution, the children of

@@ -19,7 +19,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, RowDrafter
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.devices import to_device
 
 Ngram = tuple[int, ...]
@@ -98,7 +98,7 @@ class _Window:
         self.rows = [*self.rows[1:], answers]
 
 
-class Lookahead(RowDrafter):
+class Lookahead(Drafter):
     """Drafts window and guesses. Waits for the device once more per step, for the answers.
 
     Args:

@@ -13,7 +13,7 @@ Letters: B texts, N tree nodes (root included), V vocabulary.
 import torch
 from torch import Tensor
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots, RowDrafter
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 
 NUM_SUCCESSORS = 8
@@ -104,7 +104,7 @@ class _Followers(_Table):
         return drafted
 
 
-class _FromText(RowDrafter):
+class _FromText(Drafter):
     """Keeps a table per text and drafts chains from it, all on the host.
 
     Args:
@@ -185,7 +185,7 @@ class SuccessorTable:
         return self.table[tokens]
 
 
-class Recycling(RowDrafter):
+class Recycling(Drafter):
     """Fills a static tree from a table of successors, on the device.
 
     Args:

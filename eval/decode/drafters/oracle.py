@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.drafting import CommittedTokens, Draft, Roots, RowDrafter
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 
 
-class Oracle(RowDrafter):
+class Oracle(Drafter):
     """Drafts the target's own text, known in advance, with mistakes at a set rate.
 
     Below a right node, one child is right with probability `rate`: the first in a chain, any of

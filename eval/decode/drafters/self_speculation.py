@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import CommittedTokens, Draft, Roots, RowDrafter
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.devices import to_device
@@ -29,7 +29,7 @@ def list_skipped_layers(target: Target, num_layers: int) -> tuple[int, ...]:
     return tuple(range(num_layers, target.num_layers))
 
 
-class SelfDraft(RowDrafter):
+class SelfDraft(Drafter):
     """Drafts chains with some layers left out.
 
     Args:

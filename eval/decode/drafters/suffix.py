@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots, RowDrafter
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 
 ACCEPTED_SHARE = 0.5
 """Share of the expected tokens of a suffix draft that was right, over 72 prompts of six kinds;
@@ -108,7 +108,7 @@ class SuffixTree:
         return going
 
 
-class SuffixDrafter(RowDrafter):
+class SuffixDrafter(Drafter):
     """Drafts chains from prompt and answer, or from earlier answers, whichever promises more.
 
     Args:
@@ -214,7 +214,7 @@ def _draft_after_run(run: _Run, most: int, min_prob: float) -> tuple[list[int], 
     return tokens, score
 
 
-class HybridDrafter(RowDrafter):
+class HybridDrafter(Drafter):
     """Chooses the draft with more expected accepted tokens.
 
     Args:
