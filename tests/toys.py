@@ -1,6 +1,6 @@
 """Small random targets and a tokenizer, made on the spot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from eval.decode.engine import NoDraft, decode_batch
+from eval.decode.engine import DecodingBatch, NewTokens, NoDraft, Request, decode_batch
+from eval.decode.verification import AcceptedPaths, TreeOutputs, accept_paths
+from heads.decoding.drafting import Draft, Drafter
+from heads.decoding.sampling import GREEDY, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.target_model.load import choose_attentions
-from heads.target_model.model import Target
+from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 
@@ -194,6 +197,28 @@ def texts(target: Target, num_texts: int, num_tokens: int) -> list[list[int]]:
     prompts = torch.randint(3, target.vocab_size, shape, generator=generator).tolist()
     found = decode_batch(target, NoDraft(), prompts, num_tokens)
     return [prompt + text.token_ids for prompt, text in zip(prompts, found, strict=True)]
+
+
+def stream(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] = (0, 0),
+) -> Iterator[NewTokens]:
+    """The new tokens of all prompts together, step by step."""
+    requests = list(map(Request, prompts, seeds))
+    batch = DecodingBatch(target, lambda _: drafter, requests, num_tokens, len(prompts), sampling)
+    return batch.stream_tokens()
+
+
+def accept(
+    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
+) -> AcceptedPaths:
+    """`accept_paths` of trees whose tokens [B, N] have these logits [B, N, V]."""
+    outputs = TreeOutputs(draft.build_layout(), tokens, TargetOutput(logits), logits)
+    return accept_paths(draft, outputs, sampling, generators)
 
 
 def packed(documents: list[list[int]], num_prompt_tokens: int = 4) -> dict[str, Tensor]:

@@ -29,7 +29,13 @@ from eval.decode.engine import (
     Prefilled,
     Request,
 )
-from eval.decode.verification import ContextLimits, HostStep, VerifyResult, run_verify_pass
+from eval.decode.verification import (
+    AcceptedPaths,
+    ContextLimits,
+    HostStep,
+    accept_paths,
+    run_verify_pass,
+)
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.sampling import GREEDY, Sampling
@@ -229,17 +235,21 @@ class _Rows:
         self.roots, self.generators, self.cache = batch.roots, batch.generators, cache
         self.context_limits = ContextLimits(batch.target, [])
 
-    def _verify_on_device(self, draft: Draft) -> VerifyResult:
-        """Verify a draft without the host; cache, roots and generators are written in place."""
-        nodes = run_verify_pass(self.context_limits, draft, self.roots, self.cache, self.taps)
-        verified = nodes.accept_paths(draft, self.sampling, self.generators)
+    def _verify_and_accept(self, draft: Draft) -> tuple[AcceptedPaths, Tensor]:
+        """Verify a draft without the host; cache, roots and generators are written in place.
+
+        Returns:
+            Accepted paths, and the record that the host reads of them.
+        """
+        outputs = run_verify_pass(self.context_limits, draft, self.roots, self.cache, self.taps)
+        accepted = accept_paths(draft, outputs, self.sampling, self.generators)
         if draft.is_chain:
-            self.cache.slots.advance(verified.counts, [])
+            self.cache.slots.advance(accepted.counts, [])
         else:
-            path = verified.accepted.nodes[:, : draft.depth + 1]
-            self.cache.commit([], KeptNodes(path, verified.counts))
-        self.roots.copy_(verified.accepted.bonus)
-        return verified
+            path = accepted.nodes[:, : draft.depth + 1]
+            self.cache.commit([], KeptNodes(path, accepted.counts))
+        self.roots.copy_(accepted.bonus)
+        return accepted, accepted.pack_for_host(draft)
 
 
 class CapturedSteps(_Rows):
@@ -313,14 +323,14 @@ class CapturedSteps(_Rows):
 
     def _compute_step(self) -> None:
         draft = self.drafter.propose(Roots(self.roots, []))
-        verified = self._verify_on_device(draft)
-        path = verified.accepted.nodes[:, : draft.depth + 1]
+        accepted, record = self._verify_and_accept(draft)
+        path = accepted.nodes[:, : draft.depth + 1]
         new = CommittedTokens(
             token_ids=[],
-            output=verified.nodes.output.select_tokens(path),
+            output=accepted.outputs.output.select_tokens(path),
             cache=self.cache,
-            logits=verified.nodes.logits,
-            on_device=(verified.accepted_tokens[:, : path.shape[1]], verified.counts),
+            logits=accepted.outputs.logits,
+            on_device=(accepted.tokens[:, : path.shape[1]], accepted.counts),
         )
         # The drafter observes the step in fixed memory.
         if self.committed is None:
@@ -329,9 +339,9 @@ class CapturedSteps(_Rows):
             self.committed.copy_from(new)
         self.drafter.observe(replace(self.committed, logits=new.logits))
         if self.record is None:
-            self.record = verified.host_record
+            self.record = record
         else:
-            self.record.copy_(verified.host_record)
+            self.record.copy_(record)
 
 
 @dataclass(frozen=True)
@@ -468,7 +478,7 @@ class CapturedPasses(_Rows):
         self.capacity = self.target.capacity or compute_num_slots(self.longest, 1)
         self.fixed = self.target.capacity is not None
         self.inputs: dict[PassShape, Draft] = {}
-        self.graphs = _Graphs[VerifyResult]()
+        self.graphs = _Graphs[tuple[AcceptedPaths, Tensor]]()
         self.key = PassShape(None, 0, 0), 0
 
     def has_room(self, longest: int) -> bool:
@@ -513,7 +523,7 @@ class CapturedPasses(_Rows):
         """Capture the graph of a pass, without computing."""
         self.graphs.capture_graph(self.key, self._compute_pass)
 
-    def run_pass(self) -> VerifyResult:
+    def run_pass(self) -> tuple[AcceptedPaths, Tensor]:
         """Run the pass over the draft; the next pass with the same key overwrites the result."""
         return self.graphs.run_call(self.key, self._compute_pass)
 
@@ -530,8 +540,8 @@ class CapturedPasses(_Rows):
         for to, source in zip(_list_draft_tensors(fixed), _list_draft_tensors(new), strict=True):
             to.copy_(source)
 
-    def _compute_pass(self) -> VerifyResult:
-        return self._verify_on_device(self.inputs[self.key[0]])
+    def _compute_pass(self) -> tuple[AcceptedPaths, Tensor]:
+        return self._verify_and_accept(self.inputs[self.key[0]])
 
 
 def _list_draft_tensors(draft: Draft) -> list[Tensor]:
@@ -579,11 +589,10 @@ class PassBatch(DecodingBatch):
             with self.clock.pause_timing(self.rows):
                 passes.capture_pass()
         with self.clock.measure_part("verify", self.rows):
-            verified = passes.run_pass()
+            accepted, record = passes.run_pass()
         with self.clock.measure_part("accept", self.rows):
-            steps = HostStep.from_records(verified.host_record.tolist())
+            steps = HostStep.from_records(record.tolist())
             # A head that pauses drafting keeps these tokens.
-            verified = replace(verified, accepted_tokens=verified.accepted_tokens.clone())
-            return verified.build_committed_tokens(steps, committed.cache), self._record_steps(
-                steps
-            )
+            accepted = replace(accepted, tokens=accepted.tokens.clone())
+            new = self._record_steps(steps)
+            return accepted.build_committed_tokens(steps, committed.cache), new

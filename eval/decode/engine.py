@@ -16,7 +16,13 @@ from torch import Tensor
 
 from conf.command.clock import DecodingTimes, PartClock
 from eval.decode.generation_config import LogitsProcessors, StopRules
-from eval.decode.verification import ContextLimits, HostStep, TreeOutputs, run_verify_pass
+from eval.decode.verification import (
+    ContextLimits,
+    HostStep,
+    TreeOutputs,
+    accept_paths,
+    run_verify_pass,
+)
 from heads.decoding.cache import KeptNodes, TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling, sample_tokens
@@ -53,8 +59,8 @@ class Step:
         num_accepted: accepted draft tokens.
         num_emitted: emitted tokens, bonus token included; tokens after the end of the text are not
             counted.
-        num_left: tokens that the text could still have when the pass started; larger depths could
-            not be tested.
+        num_left: tokens that the text still got from this pass on; larger depths could not be
+            tested. 0 until the text has ended.
     """
 
     num_accepted: int
@@ -81,6 +87,13 @@ class Generation:
     times: DecodingTimes = field(default_factory=DecodingTimes)
     drafted: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+
+    def count_tokens_left(self) -> None:
+        """Set `num_left` of all steps, once the text has ended."""
+        left = 0
+        for index, step in reversed(list(enumerate(self.steps))):
+            left += step.num_emitted
+            self.steps[index] = replace(step, num_left=left)
 
 
 def count_common_prefix(left: list[int], right: list[int]) -> int:
@@ -149,32 +162,8 @@ def decode_many(
     batch_size: int,
     sampling: Sampling = GREEDY,
 ) -> list[Generation]:
-    """Run `decode_batch` with `batch_size` texts at a time; the next takes a finished text's row.
-
-    Args:
-        target: the frozen target.
-        make: function that makes a drafter.
-        requests: texts in starting order.
-        max_new_tokens: as in `decode_batch`.
-        batch_size: texts decoded together.
-        sampling: as in `decode_batch`.
-    """
+    """Decode texts, `batch_size` at a time; arguments as of `DecodingBatch`."""
     return DecodingBatch(target, make, requests, max_new_tokens, batch_size, sampling).decode_all()
-
-
-def stream_tokens(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling = GREEDY,
-    seeds: Sequence[int] | None = None,
-) -> Iterator[NewTokens]:
-    """Run `decode_batch`, but yield tokens as they are accepted, per running text."""
-    requests = list(map(Request, prompts, seeds or [0] * len(prompts)))
-    yield from DecodingBatch(
-        target, lambda _: drafter, requests, max_new_tokens, len(prompts), sampling
-    ).stream_tokens()
 
 
 @dataclass
@@ -248,12 +237,6 @@ class DecodingBatch:
         """Decode and return all texts."""
         for _ in self.stream_tokens():
             pass
-        for generation in self.generations:
-            # A text that ended early could have no further tokens.
-            left = 0
-            for place, step in reversed(list(enumerate(generation.steps))):
-                left += step.num_emitted
-                generation.steps[place] = replace(step, num_left=left)
         return self.generations
 
     @torch.inference_mode()
@@ -295,14 +278,14 @@ class DecodingBatch:
         with self.clock.measure_part("draft", self.rows):
             draft = self.drafter.propose(self._last_tokens())
         with self.clock.measure_part("verify", self.rows):
-            nodes = self._verify_draft(draft, cache)
+            outputs = self._run_verify_pass(draft, cache)
         with self.clock.measure_part("accept", self.rows):
-            verified = nodes.accept_paths(draft, self.sampling, self.generators)
-            steps = HostStep.from_records(verified.host_record.tolist())
-            kept_nodes = KeptNodes(verified.accepted.nodes, verified.counts)
+            accepted = accept_paths(draft, outputs, self.sampling, self.generators)
+            steps = HostStep.from_records(accepted.pack_for_host(draft).tolist())
+            kept_nodes = KeptNodes(accepted.nodes, accepted.counts)
             cache.commit([step.path for step in steps], kept_nodes)
-            self.roots = verified.accepted.bonus
-            return verified.build_committed_tokens(steps, cache), self._record_steps(steps)
+            self.roots = accepted.bonus
+            return accepted.build_committed_tokens(steps, cache), self._record_steps(steps)
 
     def _last_tokens(self) -> Roots:
         return Roots(self.roots, [self.generations[text].token_ids[-1] for text in self.rows])
@@ -330,14 +313,14 @@ class DecodingBatch:
             new = {text: [root] for text, root in zip(texts, roots.tolist(), strict=True)}
         return Prefilled(texts, drafter, last, roots, generators), new
 
-    def _verify_draft(self, draft: Draft, cache: TreeCache) -> TreeOutputs:
+    def _run_verify_pass(self, draft: Draft, cache: TreeCache) -> TreeOutputs:
         """Run the target over the trees, and process logits as its generation config says."""
-        nodes = run_verify_pass(self.context_limits, draft, self.roots, cache, self.drafter.taps)
+        outputs = run_verify_pass(self.context_limits, draft, self.roots, cache, self.drafter.taps)
         if not self.processors.always:
-            return nodes
+            return outputs
         texts = list(map(self._join_prompt_and_text, self.rows))
-        trees = nodes.tokens, draft.build_layout()
-        return replace(nodes, logits=self.processors.process_logits(nodes.logits, texts, trees))
+        trees = outputs.tokens, outputs.layout
+        return replace(outputs, logits=self.processors.process_logits(outputs.logits, texts, trees))
 
     def _record_steps(self, steps: Sequence[HostStep]) -> NewTokens:
         """Record the steps of all rows; return their new tokens."""
@@ -349,7 +332,7 @@ class DecodingBatch:
         num_left = self.max_new_tokens - len(generation.token_ids)
         tokens = [*step.tokens[1:], step.bonus][:num_left]
         new = self.stops.cut_after_end(generation.token_ids, tokens)
-        generation.steps.append(Step(min(len(step.path) - 1, len(new)), len(new), num_left))
+        generation.steps.append(Step(min(len(step.path) - 1, len(new)), len(new), num_left=0))
         generation.paths.append(tuple(step.path[1:]))
         generation.drafted.append(step.num_drafted)
         return new
@@ -364,6 +347,7 @@ class DecodingBatch:
             generation.arrivals.append(now - self.started[text])
             if self.has_ended(text):
                 ended.add(text)
+                generation.count_tokens_left()
         self.running = [text for text in self.running if text not in ended]
         return not ended
 

@@ -24,111 +24,6 @@ from heads.decoding.tree import Tree
 from heads.target_model.model import FeatureLayers, Target, TargetOutput, prefill_last_states
 
 
-@dataclass(frozen=True)
-class AcceptedPaths:
-    """Accepted path of each tree.
-
-    Attributes:
-        nodes: [B, N] int64 accepted node of each depth, root first; padded with the root.
-        num_accepted: [B] int64 number of accepted draft tokens.
-        bonus: [B] int64 token after the accepted draft tokens.
-    """
-
-    nodes: Tensor
-    num_accepted: Tensor
-    bonus: Tensor
-
-
-class HostStep(NamedTuple):
-    """A text's share of a verify pass, on the host.
-
-    Attributes:
-        path: accepted nodes, root first.
-        tokens: tokens of the accepted nodes.
-        bonus: token after the accepted nodes.
-        num_drafted: number of draft tokens verified.
-    """
-
-    path: list[int]
-    tokens: list[int]
-    bonus: int
-    num_drafted: int
-
-    @classmethod
-    def from_records(cls, record: list[list[int]]) -> "list[HostStep]":
-        """Read the step of each row from a `VerifyResult.host_record`."""
-        steps = []
-        for num_accepted, bonus, num_drafted, *rest in record:
-            length, width = num_accepted + 1, len(rest) // 2
-            steps.append(cls(rest[:length], rest[width : width + length], bonus, num_drafted))
-        return steps
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """Trees of which the target has accepted a path.
-
-    Attributes:
-        nodes: the trees, as the target has read them.
-        accepted: accepted path of each tree.
-        accepted_tokens: [B, N] int64 tokens of the accepted nodes.
-        host_record: [B, 3 + 2 N] int64, everything that the host reads, in one tensor.
-    """
-
-    nodes: "TreeOutputs"
-    accepted: AcceptedPaths
-    accepted_tokens: Tensor
-    host_record: Tensor
-
-    @property
-    def counts(self) -> Tensor:
-        """Count the accepted nodes, root included: [B] int64."""
-        return self.accepted.num_accepted + 1
-
-    def build_committed_tokens(
-        self, steps: Sequence[HostStep], cache: TreeCache
-    ) -> CommittedTokens:
-        """Build the committed tokens that drafters observe, once the host knows the steps."""
-        paths = [step.path for step in steps]
-        longest = max(map(len, paths))
-        path = self.accepted.nodes[:, :longest]
-        return CommittedTokens(
-            token_ids=[step.tokens for step in steps],
-            output=self.nodes.output.select_tokens(path),
-            cache=cache,
-            logits=self.nodes.logits,
-            on_device=(self.accepted_tokens[:, :longest], self.counts),
-            paths=paths,
-            nodes=path,
-        )
-
-
-@dataclass(frozen=True)
-class TreeOutputs:
-    """Draft trees that the target has read.
-
-    Attributes:
-        tokens: [B, N] int64 tokens, roots included; PAD for missing nodes.
-        output: hidden states [B, N, D] of the target.
-        logits: [B, N, V].
-    """
-
-    tokens: Tensor
-    output: TargetOutput
-    logits: Tensor
-
-    def accept_paths(
-        self, draft: Draft, sampling: Sampling, generators: Generators
-    ) -> VerifyResult:
-        """Accept a path of each tree, without waiting for the device."""
-        accepted = verify(draft, self.tokens, self.logits, sampling, generators)
-        on_path = self.tokens.gather(1, accepted.nodes)
-        num_drafted = (draft.tokens != PAD).sum(1)
-        numbers = torch.stack([accepted.num_accepted, accepted.bonus, num_drafted], dim=1)
-        record = torch.cat([numbers, accepted.nodes, on_path], dim=1)
-        return VerifyResult(self, accepted, on_path, record)
-
-
 class ContextLimits:
     """Lengths from which a target reads texts with other frequencies, or not at all.
 
@@ -183,6 +78,23 @@ class ContextLimits:
         return tokens.masked_fill(beyond, PAD)
 
 
+@dataclass(frozen=True)
+class TreeOutputs:
+    """Draft trees that the target has read.
+
+    Attributes:
+        layout: layout of the trees.
+        tokens: [B, N] int64 tokens, roots included; PAD for missing nodes.
+        output: hidden states [B, N, D] of the target.
+        logits: [B, N, V].
+    """
+
+    layout: TreeLayout
+    tokens: Tensor
+    output: TargetOutput
+    logits: Tensor
+
+
 def run_verify_pass(
     limits: ContextLimits, draft: Draft, roots: Tensor, cache: TreeCache, taps: FeatureLayers
 ) -> TreeOutputs:
@@ -200,48 +112,120 @@ def run_verify_pass(
     tokens = limits.mask_beyond_limits(tokens, layout.depths, cache)
     mask = None if draft.is_chain else layout.mask
     output = target.run_pending(cache, tokens.clamp_min(0), mask, layout.depths, taps)
-    return TreeOutputs(tokens, output, target.compute_logits(output.hidden_states))
+    return TreeOutputs(layout, tokens, output, target.compute_logits(output.hidden_states))
 
 
-def verify(
-    draft: Draft, tokens: Tensor, logits: Tensor, sampling: Sampling, generators: Generators
+@dataclass(frozen=True)
+class AcceptedPaths:
+    """Accepted path of each tree.
+
+    Attributes:
+        outputs: the trees, as the target has read them.
+        nodes: [B, N] int64 accepted node of each depth, root first; padded with the root.
+        tokens: [B, N] int64 tokens of these nodes.
+        num_accepted: [B] int64 number of accepted draft tokens.
+        bonus: [B] int64 token after the accepted draft tokens.
+    """
+
+    outputs: TreeOutputs
+    nodes: Tensor
+    tokens: Tensor
+    num_accepted: Tensor
+    bonus: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """Count the accepted nodes, root included: [B] int64."""
+        return self.num_accepted + 1
+
+    def pack_for_host(self, draft: Draft) -> Tensor:
+        """Pack what the host reads, see `HostStep.from_records`: [B, 3 + 2 N] int64."""
+        num_drafted = (draft.tokens != PAD).sum(1)
+        numbers = torch.stack([self.num_accepted, self.bonus, num_drafted], dim=1)
+        return torch.cat([numbers, self.nodes, self.tokens], dim=1)
+
+    def build_committed_tokens(
+        self, steps: "Sequence[HostStep]", cache: TreeCache
+    ) -> CommittedTokens:
+        """Build the committed tokens that drafters observe, once the host knows the steps."""
+        paths = [step.path for step in steps]
+        longest = max(map(len, paths))
+        path = self.nodes[:, :longest]
+        return CommittedTokens(
+            token_ids=[step.tokens for step in steps],
+            output=self.outputs.output.select_tokens(path),
+            cache=cache,
+            logits=self.outputs.logits,
+            on_device=(self.tokens[:, :longest], self.counts),
+            paths=paths,
+            nodes=path,
+        )
+
+
+class HostStep(NamedTuple):
+    """Accepted path of one text, on the host.
+
+    Attributes:
+        path: accepted nodes, root first.
+        tokens: tokens of the accepted nodes.
+        bonus: token after the accepted nodes.
+        num_drafted: number of draft tokens verified.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    bonus: int
+    num_drafted: int
+
+    @classmethod
+    def from_records(cls, records: list[list[int]]) -> "list[HostStep]":
+        """Read the rows that `AcceptedPaths.pack_for_host` packed."""
+        steps = []
+        for num_accepted, bonus, num_drafted, *rest in records:
+            length, width = num_accepted + 1, len(rest) // 2
+            steps.append(cls(rest[:length], rest[width : width + length], bonus, num_drafted))
+        return steps
+
+
+def accept_paths(
+    draft: Draft, outputs: TreeOutputs, sampling: Sampling, generators: Generators
 ) -> AcceptedPaths:
     """Find the accepted path and the bonus token of each tree, without waiting for the device.
 
     Args:
         draft: draft trees of all texts.
-        tokens: [B, N] int64 tokens of the trees, roots included.
-        logits: [B, N, V] logits of the target after each node.
+        outputs: the trees, as the target has read them.
         sampling: how the target chooses.
         generators: random generators of the texts, for sampling.
     """
-    if tokens.shape[1] == 1 and sampling.is_greedy:
-        root = torch.zeros_like(tokens)
-        return AcceptedPaths(root, root[:, 0], logits[:, 0].argmax(-1))
-    layout, scores = draft.build_layout(), None
+    layout, tokens, logits = outputs.layout, outputs.tokens, outputs.logits
     if sampling.is_greedy:
         choices = logits.argmax(-1)
+        if tokens.shape[1] == 1:
+            root = torch.zeros_like(tokens)
+            return AcceptedPaths(outputs, root, tokens, root[:, 0], choices[:, 0])
         passes = choices.gather(1, layout.parents.expand_as(tokens)) == tokens
+        nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
+        bonus = _select_node_values(choices, end)
     else:
         probs = sampling.compute_probabilities(logits)
         if sampling.typical is not None:
             passes, scores = accept_typical(layout, tokens, probs, sampling.typical)
+            nodes, end = _find_deepest_path(layout, passes, scores)
+            rest = _select_node_values(probs, end)
         else:
             uniforms = generators.draw_uniform(tokens.shape[1])
             if draft.draft_probs is None:
                 passes = accept_ranked(layout, tokens, probs, uniforms)
             else:
                 passes, probs = accept_sampled(draft, layout, tokens, probs, uniforms)
-    if scores is None:
-        passes = _select_first_siblings(layout, passes)
-    nodes, end = _find_deepest_path(layout, passes, scores)
+            nodes, end = _find_deepest_path(layout, _select_first_siblings(layout, passes))
+            rest = _select_node_values(probs, end)
+            if draft.draft_probs is None:
+                rest = _remove_children(layout, tokens, rest, end)
+        bonus = generators.sample_indices(rest)
     num_accepted = _select_node_values(layout.depths, end)
-    if sampling.is_greedy:
-        return AcceptedPaths(nodes, num_accepted, _select_node_values(choices, end))
-    rest = _select_node_values(probs, end)
-    if sampling.typical is None and draft.draft_probs is None:
-        rest = _remove_children(layout, tokens, rest, end)
-    return AcceptedPaths(nodes, num_accepted, generators.sample_indices(rest))
+    return AcceptedPaths(outputs, nodes, tokens.gather(1, nodes), num_accepted, bonus)
 
 
 def accept_ranked(layout: TreeLayout, tokens: Tensor, probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from conf.command.clock import Stopwatch
 from conf.settings.measure import TreeSearchRun
-from eval.decode.engine import NoDraft, stream_tokens
+from eval.decode.engine import DecodingBatch, NoDraft, Request
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.measured_head import MeasuredHead
 from eval.measure.measurement import Measurement
@@ -206,7 +206,9 @@ def measure_full_batch(
 
     A server would then start another text; here the others continue in a smaller batch.
     """
-    passes = stream_tokens(target, drafter, prompts, max_new_tokens)
+    requests = list(map(Request, prompts))
+    batch = DecodingBatch(target, lambda _: drafter, requests, max_new_tokens, len(prompts))
+    passes = batch.stream_tokens()
     next(passes)  # reads the prompts
     num_tokens, seconds, watch = 0, 0.0, Stopwatch(target.device)
     for new in passes:

@@ -22,7 +22,7 @@ from eval.decode.cuda_graphs import (
     compute_num_slots,
     find_capture_obstacle,
 )
-from eval.decode.verification import verify
+from eval.decode.verification import TreeOutputs, accept_paths
 from eval.measure.measured_head import get_device_name
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
@@ -218,9 +218,8 @@ def _run_verify(
     draft = Draft.from_tree(tree, tokens[:, 1:])
     layout = draft.build_layout()
     output = target.run_pending(cache, tokens, layout.mask, layout.depths, taps)
-    return verify(
-        draft, tokens, target.compute_logits(output.hidden_states), GREEDY, NO_DRAWS
-    ).bonus
+    outputs = TreeOutputs(layout, tokens, output, target.compute_logits(output.hidden_states))
+    return accept_paths(draft, outputs, GREEDY, NO_DRAWS).bonus
 
 
 def _run_draft(drafter: Drafter, seen: CommittedTokens, roots: Roots) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated.device import Counts, counted, off
 from feature_heads import fresh, settings_of
-from toys import noisy_head, random_model, tokenizer
+from toys import noisy_head, random_model, stream, tokenizer
 
 from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
@@ -23,7 +23,7 @@ from eval.decode.drafters.lookup import (
 )
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
-from eval.decode.engine import NoDraft, stream_tokens
+from eval.decode.engine import NoDraft
 from eval.preflight_checks import list_methods
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical
@@ -163,9 +163,7 @@ def decoded(
     target.model.generation_config.eos_token_id = stops
     how = replace(how, typical=kind.typical)
     texts: list[list[int]] = [[] for _ in PROMPTS]
-    steps = stream_tokens(
-        target, kind.make(target, how, [7, 8, 9]), PROMPTS, NUM_TOKENS, how, SEEDS
-    )
+    steps = stream(target, kind.make(target, how, [7, 8, 9]), PROMPTS, NUM_TOKENS, how, SEEDS)
     counts, num_alive = [], [len(PROMPTS)]
     while True:
         with counted() as of_step:

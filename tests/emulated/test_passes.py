@@ -9,13 +9,13 @@ import torch
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import PROMPTS
 from torch import Tensor
-from toys import random_model, tree_of
+from toys import random_model, stream, tree_of
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from eval.decode import cuda_graphs as captured
 from eval.decode.cuda_graphs import GraphDecoder
 from eval.decode.drafters.lookup import Recycling, SuccessorTable
-from eval.decode.engine import NoDraft, Request, decode_many, stream_tokens
+from eval.decode.engine import NoDraft, Request, decode_many
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.layers.documents import Documents
@@ -81,7 +81,7 @@ def decoded(device: str, drafter: Drafter) -> tuple[list[list[int]], list[Counts
     target.model.generation_config.eos_token_id = []
     texts: list[list[int]] = [[] for _ in PROMPTS]
     prompts = [[token % 90 for token in ids] for ids in PROMPTS]
-    steps, found = stream_tokens(target, drafter, prompts, 8, GREEDY, [3, 4, 5]), []
+    steps, found = stream(target, drafter, prompts, 8, GREEDY, [3, 4, 5]), []
     while True:
         with counted() as counts:
             new = next(steps, None)

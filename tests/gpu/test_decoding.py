@@ -9,14 +9,14 @@ import pytest
 import torch
 from devices import DEVICE, on_cuda, on_device
 from feature_heads import fresh, settings_of
-from toys import noisy_head, random_model
+from toys import noisy_head, random_model, stream
 from transformers import GenerationConfig
 
 from conf.settings.eagle import EagleConfig
 from data.features.store_writer import HostCopier
 from eval.decode.cuda_graphs import CaptureError, CudaGraph, GraphDecoder, compute_num_slots
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many, stream_tokens
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from eval.measure.replay import replay_response
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
@@ -203,7 +203,7 @@ def test_a_step_on_cuda_waits_once() -> None:
     head = EagleHead.from_settings(
         target, EagleConfig(), DraftVocab.make_full(target.vocab_size), seed=0
     )
-    steps = stream_tokens(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
+    steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
     next(steps), next(steps)
     torch.cuda.set_sync_debug_mode("warn")
     try:

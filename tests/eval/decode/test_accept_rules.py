@@ -1,7 +1,8 @@
 """Sampling and acceptance: by hand, and as papers write them.
 
-Papers walk down from the root in a loop over one text; `verify` does all texts and nodes at once.
-With the same uniforms both must keep the same nodes, and with the same draws give the same bonus.
+Papers walk down from the root in a loop over one text; `accept_paths` does all texts and nodes at
+once. With the same uniforms both must keep the same nodes, and with the same draws give the same
+bonus.
 """
 
 from dataclasses import replace
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import tree_of
+from toys import accept, tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eval.decode.verification import AcceptedPaths, verify
+from eval.decode.verification import AcceptedPaths
 from heads.decoding.drafting import PAD, Draft, TreeLayout, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
 from heads.decoding.tree import Tree, make_static_tree
@@ -39,7 +40,7 @@ def verified(draft: Draft, logits: Tensor, sampling: Sampling = PLAIN) -> Accept
     """The outcome of the same draft and logits [N, V] in every text."""
     root = torch.zeros(len(draft.tokens), 1, dtype=torch.int64)
     every = logits.expand(len(root), -1, -1)
-    return verify(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))
+    return accept(draft, torch.cat([root, draft.tokens], 1), every, sampling, seeded(len(root)))
 
 
 def drafted(tree: Tree, tokens: list[int], *probs: list[float], num_texts: int = 1) -> Draft:
@@ -273,7 +274,7 @@ def same(
 )
 def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(sampled, tree, sampling) -> None:
     draft, tokens, logits = random_draft(sampled, tree)
-    accepted = verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
+    accepted = accept(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
     generators, p = seeded(NUM_TEXTS), sampling.compute_probabilities(logits).double().numpy()
     uniforms = generators.draw_uniform(tokens.shape[1]).double().numpy()
     found = [walked(draft, text, p[text], uniforms[text]) for text in range(NUM_TEXTS)]
@@ -304,7 +305,7 @@ def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) 
     draft, tokens, logits = random_draft(False, tree)
     sampling = replace(WARPED, typical=rule)
     accepted, generators = (
-        verify(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
+        accept(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
         seeded(NUM_TEXTS),
     )
     p = sampling.compute_probabilities(logits).double().numpy()

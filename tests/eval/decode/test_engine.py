@@ -1,14 +1,14 @@
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from toys import FAMILIES, Clock, endless_target, noisy_head, random_target
+from toys import FAMILIES, Clock, endless_target, noisy_head, random_target, stream
 from transformers import GenerationConfig
 
 from conf.command import clock as eval_clock
 from conf.settings.eagle import EagleConfig
-from eval.decode import verification as verify_pass
+from eval.decode import engine
 from eval.decode.drafters.lookup import PromptLookup
-from eval.decode.engine import NoDraft, Step, decode, decode_batch, stream_tokens
+from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.measure.replay import (
     build_steps,
     compare_first_choices,
@@ -125,7 +125,7 @@ def test_every_second_is_booked_to_what_took_it(monkeypatch) -> None:
         (target, "new_cache", lambda _: 0.5),
         (drafter, "propose", lambda _: 2.0),
         (drafter, "observe", lambda _: 0.25),
-        (verify_pass, "verify", lambda *_: 0.125),
+        (engine, "accept_paths", lambda *_: 0.125),
     ):
         monkeypatch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
     monkeypatch.setattr(eval_clock, "time", clock)
@@ -142,7 +142,7 @@ def test_tokens_are_streamed_as_they_are_accepted() -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     texts = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in prompts]
     tree = Tree.from_paths([[0], [1], [1, 1]])
-    pieces = list(stream_tokens(target, Oracle(texts, prompts, tree), prompts, 12))
+    pieces = list(stream(target, Oracle(texts, prompts, tree), prompts, 12))
     assert [len(piece[0]) for piece in pieces] == [1, 3, 3, 3, 2]
     for row in (0, 1):
         assert [token for piece in pieces for token in piece[row]] == texts[row]
@@ -237,7 +237,7 @@ def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None
         "eagle tree": EagleTree(eagle, DynamicShape(3, 3, 8)),
         "lookup": PromptLookup(3),
     }[kind]
-    steps = iter(stream_tokens(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))
+    steps = iter(stream(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))
     next(steps)
     with Waits() as waits:
         for number in range(1, 5):
@@ -255,5 +255,5 @@ def test_the_seed_of_a_text_is_0_unless_told() -> None:
     assert text() == text([0]) == decode(target, NoDraft(), PROMPT, 12, warm).token_ids
     assert text([1]) != text([0]) != text([7])
     assert text([7]) == decode(target, NoDraft(), PROMPT, 12, warm, 7).token_ids
-    given = stream_tokens(target, NoDraft(), [PROMPT], 12, warm, [7])
+    given = stream(target, NoDraft(), [PROMPT], 12, warm, [7])
     assert text([7]) == [token for step in given for token in step[0]]

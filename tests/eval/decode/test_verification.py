@@ -14,12 +14,12 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from toys import endless_target, noisy_head, tree_of
+from toys import accept, endless_target, noisy_head, tree_of
 
-from eval.decode import verification as accept
+from eval.decode import verification
 from eval.decode.drafters.draft_model import sample_distinct
 from eval.decode.engine import NoDraft, decode, decode_batch
-from eval.decode.verification import AcceptedPaths, verify
+from eval.decode.verification import AcceptedPaths
 from heads.decoding.cache import RecurrentStates
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Generators, Sampling, Typical, drafter_seeds
@@ -175,28 +175,28 @@ def keeps_distribution(proposal: str, rule: Rule, sampling: Sampling) -> bool:
 )
 @pytest.mark.parametrize("proposal", PROPOSALS)
 def test_sampling_keeps_the_distribution(proposal: str, sampling: Sampling) -> None:
-    assert keeps_distribution(proposal, verify, sampling)
+    assert keeps_distribution(proposal, accept, sampling)
 
 
 def test_typical_acceptance_does_not_keep_the_distribution() -> None:
     lossy = replace(PLAIN, typical=Typical())
-    assert not keeps_distribution("ranked", verify, lossy)
+    assert not keeps_distribution("ranked", accept, lossy)
     assert lossy.is_lossy
     assert not any(sampling.is_lossy for sampling in SAMPLINGS.values())
 
 
 def as_if_sampled(draft, tokens, logits, sampling, generators) -> AcceptedPaths:
-    """`verify`, but told that the tokens were sampled from q."""
+    """`accept_paths`, but told that the tokens were sampled from q."""
     last = tokens[:, : max(draft.tree.parents) + 1].clamp_min(0)
     q = sampling.compute_probabilities(DRAFT_LOGITS)[last]
-    return verify(replace(draft, draft_probs=q), tokens, logits, sampling, generators)
+    return accept(replace(draft, draft_probs=q), tokens, logits, sampling, generators)
 
 
 def raw_bonus(at_leaves: bool) -> Rule:
-    """`verify`, but the bonus is drawn from softmax of the logits: at leaves, or elsewhere."""
+    """`accept_paths`, but the bonus is drawn from softmax: at leaves, or elsewhere."""
 
     def rule(draft, tokens, logits, sampling, generators) -> AcceptedPaths:
-        accepted = verify(draft, tokens, logits, sampling, generators)
+        accepted = accept(draft, tokens, logits, sampling, generators)
         end = accepted.nodes.gather(1, accepted.num_accepted.unsqueeze(1))
         raw = logits.take_along_dim(end.unsqueeze(2), 1)[:, 0].softmax(-1)
         inner = torch.isin(end[:, 0], torch.tensor(draft.tree.parents))
@@ -208,12 +208,12 @@ def raw_bonus(at_leaves: bool) -> Rule:
 
 
 def with_part(name: str, broken: Callable[..., Tensor]) -> Rule:
-    """`verify`, but with one of its parts replaced."""
+    """`accept_paths`, but with one of its parts replaced."""
 
     def rule(*arguments) -> AcceptedPaths:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(accept, name, broken)
-            return verify(*arguments)
+            patch.setattr(verification, name, broken)
+            return accept(*arguments)
 
     return rule
 

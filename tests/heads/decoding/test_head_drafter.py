@@ -5,11 +5,10 @@ from collections import Counter
 import pytest
 import torch
 from feature_heads import feature_head
-from toys import eagle_head, random_target, texts
+from toys import accept, eagle_head, random_target, texts
 
 from conf.settings.eagle import EagleForm
 from eval.decode.engine import decode_batch
-from eval.decode.verification import verify
 from heads.decoding.head_drafter import ChainSampler
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
@@ -45,7 +44,7 @@ def test_drawn_chains_keep_the_targets_distribution() -> None:
     tokens = torch.nn.functional.pad(draft.tokens, (1, 0))
     after = P[(1 + tokens).clamp_min(0)].log()
     after[:, 0] = P[0].log()
-    found = verify(draft, tokens, after, ONE, generators)
+    found = accept(draft, tokens, after, ONE, generators)
     texts = tokens.gather(1, found.nodes)[:, 1:]
     counts: Counter = Counter()
     rest = generators.sample_indices(P[1 + found.bonus])  # as the next step would go on
