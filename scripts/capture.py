@@ -103,7 +103,7 @@ from heads.target_model.remote import RemoteTarget
 from train.loop import evaluation
 from train.loop.evaluation import select_heldout_prompts
 from train.loop.sources import find_longest_document
-from train.loss.topk import fast_topk
+from train.loss.divergences import fast_topk
 from train.parallel.processes import hold_folder
 
 # Letters of shapes: B sequences, T tokens, n tokens without padding, D hidden, V vocabulary, k
@@ -112,7 +112,7 @@ GIB = 2**30
 ROWS_PER_CHUNK = 1024
 """Tokens whose logits are computed at a time."""
 GROUP = 8
-"""Columns of logits per group in the search for the likeliest tokens; see `train.loss.topk`."""
+"""Columns of logits per group in the search for the likeliest tokens; see `fast_topk`."""
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
 

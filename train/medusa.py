@@ -32,7 +32,7 @@ from train.batch.batch import (
     gather_labels,
 )
 from train.loop import command
-from train.loss.divergences import Softmax, kl, text_cross_entropy
+from train.loss.divergences import Softmax, kl, mark_top1_and_top5, text_cross_entropy
 from train.loss.fused_linear import (
     LossSums,
     OffPathScales,
@@ -47,7 +47,6 @@ from train.loss.fused_linear import (
     sum_term,
 )
 from train.loss.teachers import HiddenTeacher, TextTeacher
-from train.loss.topk import mark_top1_and_top5
 from train.objective import PIECES_OF_TEACHER, PIECES_OF_TEXT, LaunchSpec, Objective, SavedRows
 from train.parallel.checkpoint import collect_resume_settings
 

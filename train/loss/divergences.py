@@ -6,7 +6,7 @@ probability of acceptance, and losses made of alpha use p itself, as a draft can
 
 Gradients are with respect to the logits of q: with dL/dq = g, they are q * (g - sum of q g).
 
-Letters: N rows, W columns, c rows of a teacher's chunk, r rows of a piece.
+Letters: N rows, W columns, k kept columns, c rows of a teacher's chunk, r rows of a piece.
 """
 
 import math
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from conf.settings.eagle import Divergence
 from heads.vocab import DraftVocab
-from train.loss.topk import fast_argmax
 
+GROUP = 128
+"""Columns of logits whose maximum is looked at first."""
 MIN_ALPHA = 1e-6
 """Least alpha, which keeps -log alpha finite where p and q do not overlap in float32."""
 
@@ -247,6 +248,74 @@ def is_top1_match(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
     return (
         student.top1_columns if vocab.is_full else vocab.to_target_ids(student.top1_columns)
     ) == best
+
+
+def fast_argmax(logits: Tensor) -> Tensor:
+    """Compute `logits.argmax(-1)`, with the first of equals; nine times as fast on a CPU.
+
+    Args:
+        logits: [N, W].
+
+    Returns:
+        [N] int64 columns.
+    """
+    width = math.gcd(logits.shape[1], GROUP) if _should_group(logits) else 1
+    if width == 1:
+        return logits.argmax(-1)
+    grouped = logits.unflatten(1, (-1, width))
+    group = grouped.amax(-1).argmax(-1)
+    rows = torch.arange(len(logits), device=logits.device)
+    return group * width + grouped[rows, group].argmax(-1)
+
+
+def fast_topk(logits: Tensor, k: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """Compute `logits.topk(k)` faster: only the k groups with the largest maxima can hold them.
+
+    Args:
+        logits: [N, W].
+        k: at most W.
+        group: columns per group, if it divides W.
+
+    Returns:
+        [N, k] values, largest first, and their [N, k] int64 columns.
+    """
+    width = math.gcd(logits.shape[1], group)
+    num_groups = logits.shape[1] // width
+    if num_groups < k:
+        values, positions = logits.topk(k)
+        return values, positions
+    grouped = logits.unflatten(1, (width, num_groups))
+    groups = grouped.amax(1).topk(k, sorted=False).indices
+    candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, width, -1)).flatten(1)
+    values, positions = candidates.topk(k)
+    return values, groups.gather(1, positions % k) + positions // k * num_groups
+
+
+def mark_top1_and_top5(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mark the labels that are the first choice, and the labels among the first five.
+
+    Ties count once, in order of ids: exactly one id is first and five are among the first five.
+    Ties are common in bfloat16, and counting them all would flatter.
+
+    Args:
+        logits: [N, W].
+        labels: [N] int64.
+
+    Returns:
+        Two [N] tensors of 0 and 1, in the dtype of the logits.
+    """
+    if _should_group(logits):
+        best = fast_topk(logits, min(5, logits.shape[1]))[1] == labels.unsqueeze(1)
+        return (fast_argmax(logits) == labels).to(logits.dtype), best.any(1).to(logits.dtype)
+    label_logits = logits.gather(1, labels.unsqueeze(1))
+    earlier = torch.arange(logits.shape[1], device=logits.device) < labels.unsqueeze(1)
+    rank = torch.where(earlier, logits >= label_logits, logits > label_logits).sum(1)
+    return (rank == 0).to(logits.dtype), (rank < 5).to(logits.dtype)
+
+
+def _should_group(logits: Tensor) -> bool:
+    # Compiled code and GPUs pass over all logits at almost no cost.
+    return logits.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def dot_rows(a: Tensor, b: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from train.batch.batch import (
     build_supervision_mask,
 )
 from train.loss import fused_linear as fused
+from train.loss.divergences import fast_argmax, fast_topk, mark_top1_and_top5
 from train.loss.teachers import TargetProbs
-from train.loss.topk import fast_argmax, fast_topk, mark_top1_and_top5
 from train.medusa import SoftLabels, compute_head_weights, compute_medusa_loss
 
 
@@ -119,7 +119,7 @@ def test_hand_computed_cross_entropy() -> None:
 def test_a_tie_has_one_first_choice_and_five_among_the_first_five(
     groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.loss.topk._should_group", lambda _: groups)
+    monkeypatch.setattr("train.loss.divergences._should_group", lambda _: groups)
     logits = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
     top1, top5 = mark_top1_and_top5(logits, torch.tensor([0, 1]))
     assert (top1.tolist(), top5.tolist()) == ([1.0, 0.0], [1.0, 1.0])
