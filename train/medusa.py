@@ -13,7 +13,7 @@ COMMAND = Command(__doc__, MedusaRun, "medusa", check=check_training)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +23,14 @@ from conf.settings.medusa import Labels, MedusaConfig
 from conf.settings.training import Schedule
 from data.features.store_format import HIDDEN_STATES
 from heads.medusa import MedusaHead
-from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
-from train.batch.batch import (
-    SUPERVISION,
-    Batch,
-    MatchedRows,
-    gather_labels,
-)
+from train.batch.batch import SUPERVISION, Batch, MatchedRows, gather_labels
 from train.loop import command
 from train.loss.divergences import Softmax, kl, mark_top1_and_top5, text_cross_entropy
 from train.loss.fused_linear import (
     LossSums,
     OffPathScales,
-    OffPathTeacher,
     OffPathTokens,
     RowLosses,
     Scales,
@@ -44,9 +38,10 @@ from train.loss.fused_linear import (
     Teacher,
     build_counted_mask,
     compute_fused_loss,
+    mark_off_path,
     sum_term,
 )
-from train.loss.teachers import HiddenTeacher, TextTeacher
+from train.loss.teachers import build_hidden_teacher, build_text_teacher
 from train.objective import PIECES_OF_TEACHER, PIECES_OF_TEXT, LaunchSpec, Objective, SavedRows
 from train.parallel.checkpoint import collect_resume_settings
 
@@ -101,44 +96,17 @@ class MedusaObjective(Objective):
         if self.soft:
             states = hidden.flatten(0, 1)[batch[SUPERVISION].token_indices]
             temperature = self.distillation_temperature(self.temperature)
-            teacher = HiddenTeacher(self.target, self.vocab, states, temperature)
-            soft = SoftLabels(teacher, self.off_path_weight)
+            teacher = build_hidden_teacher(self.target, self.vocab, states, temperature)
+            soft = teacher, self.off_path_weight
         return compute_medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
 
 
-class SoftLabels(NamedTuple):
-    """The target's own distributions, to learn instead of the text.
-
-    Attributes:
-        teacher: the target's distributions, P rows.
-        off_path_weight: factor on a draft token's loss for each token before it that is not the
-            teacher's first choice.
-    """
-
-    teacher: Teacher
-    off_path_weight: float = 1.0
-
-
-class MedusaHeads(Protocol):
-    """Heads that the Medusa loss can train."""
-
-    @property
-    def num_heads(self) -> int:
-        """Return K, the number of heads."""
-
-    def head_states(self, k: int, hidden_states: Tensor, /) -> Tensor:
-        """Compute what head k (from 0) projects, [N, D], from last hidden states [N, D]."""
-
-    def make_projection(self, k: int, /) -> Projection:
-        """Make the projection of head k, from 0."""
-
-
 def compute_medusa_loss(
-    heads: MedusaHeads,
+    heads: MedusaHead,
     hidden: Tensor,
     batch: Batch,
     scale: Tensor,
-    soft: SoftLabels | None = None,
+    soft: tuple[Teacher, float] | None = None,
     compiled: bool = False,
 ) -> LossSums:
     """Sum the cross-entropy of every head against the text, or the KL divergence from the target.
@@ -148,8 +116,10 @@ def compute_medusa_loss(
         hidden: [B, T, D], the target's last hidden states.
         batch: indexed batch with `input_ids` [B, T].
         scale: [K] float32 weight of each head's sum in the total.
-        soft: the target's distributions. Head k at t then learns the one at t + k, which predicts
-            x_{t+1+k}. Accuracies are against the text in either case.
+        soft: the target's distributions, P rows, to learn instead of the text, and the factor on a
+            draft token's loss for each token before it that is not their first choice. Head k at t
+            learns the one at t + k, which predicts x_{t+1+k}. Accuracies are against the text in
+            either case.
         compiled: whether to compile the loss on first use.
 
     Returns:
@@ -158,11 +128,10 @@ def compute_medusa_loss(
 
     Source: "Medusa", arXiv:2401.10774, section 2.2.1, eq. 1.
     """
-    flat, labels = hidden.flatten(0, 1), gather_labels(batch)
-    path, teacher = None, None
+    flat, path, teacher = hidden.flatten(0, 1), None, None
     if soft is not None:
-        path = OffPathTokens(batch, soft.off_path_weight)
-        teacher = OffPathTeacher(soft.teacher, labels, path)
+        path = OffPathTokens(batch, soft[1])
+        teacher = mark_off_path(soft[0], gather_labels(batch), path)
     students = []
     with label_part("head"):
         for k in range(heads.num_heads):
@@ -173,8 +142,15 @@ def compute_medusa_loss(
                 depths = rows.output_indices.new_full((), 1 + k).expand(len(states))
                 scales = OffPathScales(path, rows.output_indices, depths, scales[:])
             students.append(Student(states, heads.make_projection(k), rows.teacher_rows, scales))
+    return sum_text_losses(students, batch, teacher, compiled)
+
+
+def sum_text_losses(
+    students: list[Student], batch: Batch, teacher: Teacher | None, compiled: bool
+) -> LossSums:
+    """Sum the losses of students, a term each, as `compute_medusa_loss` does."""
     with label_part("loss"):
-        text = TextTeacher(labels, teacher)
+        text = build_text_teacher(gather_labels(batch), teacher)
         total, values = compute_fused_loss(students, text, text_criterion, compiled)
     terms = map(sum_term, values, map(build_counted_mask, students))
     return LossSums(total, torch.stack(list(terms), dim=1))
@@ -190,10 +166,10 @@ class _TextCriterion:
     ) -> RowLosses:
         labels, soft = chunk[0][chunk_rows], chunk[1]
         hits = mark_top1_and_top5(student.logits, labels)
-        if soft is not None:
+        if soft is None:
+            loss, grad = text_cross_entropy(student, labels, needs_grad)
+        else:
             loss, grad = kl(soft.pair_with(chunk_rows, student), needs_grad)
-            return RowLosses(torch.stack([loss, *hits]), grad)
-        loss, grad = text_cross_entropy(student, labels, needs_grad)
         return RowLosses(torch.stack([loss, *hits]), grad)
 
 

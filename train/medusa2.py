@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,22 +49,15 @@ from train.batch.batch import (
     MatchedRows,
     add_supervision,
     add_target_states,
-    gather_labels,
 )
 from train.batch.data_loader import Dataset, batch_to_device, stack_sequences
 from train.loop import command
 from train.loop.evaluation import HeldoutReplay, select_heldout_prompts
 from train.loop.loop import Evaluate
 from train.loop.sources import TrainingSource
-from train.loss.fused_linear import (
-    LossSums,
-    Student,
-    Teacher,
-    compute_fused_loss,
-    sum_term,
-)
-from train.loss.teachers import HiddenTeacher, TextTeacher
-from train.medusa import SoftLabels, compute_head_weights, compute_medusa_loss, text_criterion
+from train.loss.fused_linear import LossSums, Student, Teacher
+from train.loss.teachers import build_hidden_teacher
+from train.medusa import compute_head_weights, compute_medusa_loss, sum_text_losses
 from train.objective import Objective, ParameterGroup
 from train.parallel import processes
 from train.parallel.checkpoint import collect_resume_settings
@@ -170,14 +164,21 @@ class Medusa2Objective(Objective):
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
         """Compute the loss of target and heads; `scale` [1 + K] is the weight of each term."""
-        bare = self._compute_bare_states(batch) if self._wants_bare else None
-        hidden = self._compute_adapted_states(batch) if bare is None or self.adapting else bare
+        bare = None
+        if self.distilled or self.soft or not self.adapting:
+            with torch.no_grad(), self.head.adapter.pause_adapter():
+                bare = self._compute_hidden_states(batch)
+        if self.adapting or bare is None:
+            if self.training:
+                # Dropout is drawn from the sequences' seeds, the same for any number of processes.
+                torch.manual_seed(batch[NOISE_SEEDS][0])
+            hidden = self._compute_hidden_states(batch)
+        else:
+            hidden = bare
         target_teacher = self._build_teacher(batch, bare) if self.distilled else None
         soft = None
         if self.soft:
-            soft = SoftLabels(
-                self._build_teacher(batch, bare, self.temperature), self.off_path_weight
-            )
+            soft = self._build_teacher(batch, bare, self.temperature), self.off_path_weight
         target_sums = compute_target_loss(
             self.target, hidden, batch, scale[:1], target_teacher, self.compiled
         )
@@ -190,31 +191,14 @@ class Medusa2Objective(Objective):
             total = total + 0.0 * sum(each.sum() for each in self.head.adapter.parameters())
         return LossSums(total, torch.cat([target_sums.terms, head_sums.terms], dim=1))
 
-    @property
-    def _wants_bare(self) -> bool:
-        """Tell whether to run the target without its adapter too."""
-        return self.distilled or self.soft or not self.adapting
-
     def _build_teacher(
         self, batch: Batch, bare: Tensor | None, temperature: float = 1.0
-    ) -> HiddenTeacher:
+    ) -> Teacher:
         """Build the teacher: the target's distributions without its adapter."""
         assert bare is not None
         states = bare.flatten(0, 1)[batch[SUPERVISION].token_indices]
-        return HiddenTeacher(
-            self.target, self.vocab, states, self.distillation_temperature(temperature)
-        )
-
-    @torch.no_grad()
-    def _compute_bare_states(self, batch: Batch) -> Tensor:
-        with self.head.adapter.pause_adapter():
-            return self._compute_hidden_states(batch)
-
-    def _compute_adapted_states(self, batch: Batch) -> Tensor:
-        if self.training:
-            # Dropout is drawn from the sequences' seeds, the same for any number of processes.
-            torch.manual_seed(batch[NOISE_SEEDS][0])
-        return self._compute_hidden_states(batch)
+        temperature = self.distillation_temperature(temperature)
+        return build_hidden_teacher(self.target, self.vocab, states, temperature)
 
     def _compute_hidden_states(self, batch: Batch) -> Tensor:
         """Compute the last hidden states [B, T, D], in the dtype of the heads."""
@@ -246,10 +230,7 @@ def compute_target_loss(
     rows: MatchedRows = batch[SUPERVISION].depths[0]
     states = hidden.flatten(0, 1)[rows.output_indices]
     student = Student(states, target.projection, rows.teacher_rows, scale.expand(len(states)))
-    with label_part("loss"):
-        text = TextTeacher(gather_labels(batch), teacher)
-        total, (values,) = compute_fused_loss([student], text, text_criterion, compiled)
-    return LossSums(total, sum_term(values).unsqueeze(1))
+    return sum_text_losses([student], batch, teacher, compiled)
 
 
 def compute_heads_weight(config: JointConfig, step: int, num_steps: int) -> float:
@@ -265,23 +246,21 @@ def compute_heads_weight(config: JointConfig, step: int, num_steps: int) -> floa
     return config.heads_weight * math.sin(math.pi / 2 * step / num_steps)
 
 
+@dataclass
 class HeldoutLoss:
     """Mean cross-entropy of a target on the answers of held-out sequences.
 
-    Args:
+    Attributes:
         target: target with the adapter.
         adapter: adapter in training.
         heldout: packed sequences.
         num_sequences: largest number of sequences to use.
     """
 
-    def __init__(
-        self, target: Target, adapter: Adapter, heldout: Dataset, num_sequences: int
-    ) -> None:
-        self.target = target
-        self.adapter = adapter
-        self.heldout = heldout
-        self.num_sequences = num_sequences
+    target: Target
+    adapter: Adapter
+    heldout: Dataset
+    num_sequences: int
 
     def __call__(self) -> dict[str, float]:
         """Measure the loss, in nats per token, without and with the adapter, and the change."""

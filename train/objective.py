@@ -10,9 +10,7 @@ from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.target_model.load import resolve_dtype
 from train.batch.batch import SUPERVISION, Batch, add_supervision, add_target_states
-from train.loss.fused_linear import (
-    LossSums,
-)
+from train.loss.fused_linear import LossSums
 
 PIECES_OF_TEXT, PIECES_OF_TEACHER = 1, 4
 """Pieces, see `SavedRows`, of a loss against the text, or against a distribution."""

@@ -35,7 +35,7 @@ from train.loss.fused_linear import (
     scale_off_path_rows,
     sum_steps,
 )
-from train.loss.teachers import TextTeacher, build_target_teacher
+from train.loss.teachers import build_target_teacher, build_text_teacher
 from train.objective import Objective
 from train.parallel.checkpoint import collect_resume_settings, collect_vocab_checksum
 
@@ -86,7 +86,7 @@ class StepObjective(Objective):
             weight = self.config.off_path_weight if self.training else 1.0
             student, teacher = scale_off_path_rows(student, teacher, batch, weight)
             if self.config.text_weight:
-                teacher = TextTeacher(gather_labels(batch), teacher)
+                teacher = build_text_teacher(gather_labels(batch), teacher)
             total, (values,) = compute_fused_loss(
                 [student], teacher, self.criterion, self.criterion.compiled
             )
@@ -147,7 +147,7 @@ class StepCriterion:
     ) -> RowLosses:
         """Compare rows with the teacher, see `train.loss.fused_linear.Criterion`.
 
-        With a text loss, `chunk` is of a `TextTeacher`.
+        With a text loss, `chunk` is of `build_text_teacher`.
         """
         config = self.config
         labels, chunk = chunk if config.text_weight else (None, chunk)

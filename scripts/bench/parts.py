@@ -36,7 +36,7 @@ from scripts.bench.harness import (
 )
 from train.batch.batch import SortedIndices
 from train.loss.fused_linear import Student, compute_fused_loss
-from train.loss.teachers import HiddenTeacher
+from train.loss.teachers import build_hidden_teacher
 from train.step_objective import StepCriterion
 
 
@@ -62,7 +62,8 @@ def measure_loss(size: str) -> Figures:
     numbers = torch.arange(num_tokens)
     rows = SortedIndices(numbers, numbers.to(device))
     weights = torch.ones(num_tokens, device=device)
-    criterion, judge = StepCriterion(EagleConfig(), vocab), HiddenTeacher(target, vocab, teacher)
+    criterion = StepCriterion(EagleConfig(), vocab)
+    judge = build_hidden_teacher(target, vocab, teacher)
 
     def compute_fused() -> Tensor:
         part = Student(student, Projection(projection), rows, weights)

@@ -29,7 +29,7 @@ from data.features.store_format import HIDDEN_STATES
 from heads.target_model.embeddings_and_output_head import Projection
 from train.batch.batch import Batch, SortedIndices
 from train.loss.fused_linear import Student, compute_fused_loss
-from train.loss.teachers import TextTeacher
+from train.loss.teachers import build_text_teacher
 from train.medusa import text_criterion
 from train.objective import Objective
 
@@ -112,7 +112,7 @@ def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
         rows = SortedIndices(labels, labels.to("cuda"))
         scales = torch.ones(3, device="cuda")
         part = Student(hidden, Projection(weight.requires_grad_()), rows, scales)
-        return compute_fused_loss([part], TextTeacher(labels.to("cuda")), text_criterion)[0]
+        return compute_fused_loss([part], build_text_teacher(labels.to("cuda")), text_criterion)[0]
 
     right, wrong = total(), total() * 0.5
     with counted() as counts:

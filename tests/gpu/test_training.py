@@ -21,7 +21,7 @@ from tests.train.parallel.test_strategies import launched
 from train.batch.batch import SortedIndices
 from train.loss import fused_linear as fused
 from train.loss.fused_linear import Student, compute_fused_loss
-from train.loss.teachers import TextTeacher
+from train.loss.teachers import build_text_teacher
 from train.medusa import text_criterion
 
 __all__ = ["inputs"]
@@ -115,7 +115,7 @@ def test_the_first_rows_do_not_choose_the_kernels_of_a_loss() -> None:
         projection = Projection(torch.randn(65536, 64, device="cuda"))
         rows = torch.arange(num_rows)
         student = Student(hidden, projection, SortedIndices(rows, rows.cuda()), hidden[:, 0])
-        text = TextTeacher(rows.cuda())
+        text = build_text_teacher(rows.cuda())
         with torch._inductor.config.patch(force_disable_caches=True):
             compute_fused_loss([student], text, text_criterion, compiled=True)
         num_kernels.append(metrics.generated_kernel_count - before)

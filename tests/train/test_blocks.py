@@ -41,7 +41,7 @@ from train.block_objective import (
 )
 from train.loss import fused_linear as fused
 from train.loss.fused_linear import LowRank, Student, compute_fused_loss
-from train.loss.teachers import TextTeacher
+from train.loss.teachers import build_text_teacher
 from train.medusa import text_criterion
 
 
@@ -143,7 +143,7 @@ def test_a_low_rank_addition_behind_scale_and_cap(
     part = Student(
         hidden, Projection(weight, None, scale, cap), indices, scales, LowRank(states, more)
     )
-    total, (found,) = compute_fused_loss([part], TextTeacher(labels), text_criterion)
+    total, (found,) = compute_fused_loss([part], build_text_teacher(labels), text_criterion)
     total.backward()
     mine = [each.grad.clone() for each in leaves]
     logits = scale * (hidden @ weight.T)

@@ -22,10 +22,11 @@ from train.loss.divergences import (
     DistributionPair,
     Softmax,
     compute_divergence,
+    p_log_p,
     top_k_cross_entropy,
 )
 from train.loss.fused_linear import LossSums
-from train.loss.teachers import HiddenTeacher, TargetProbs
+from train.loss.teachers import TargetDistribution, build_hidden_teacher
 
 # Draft vocabulary of 3 of the target's 4 ids; p over the four is (.4, .2, .2, .2).
 P = torch.tensor([[0.4, 0.2, 0.2]]).log()
@@ -40,9 +41,9 @@ R_JS = 0.5 * (0.5 * log(0.5 / 0.375) + 0.25 * log(0.25 / 0.375)) * 2
 
 
 def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> DistributionPair:
-    return TargetProbs.from_probs(log_p.argmax(-1), log_p.exp()).pair_with(
-        torch.tensor([0]), Softmax.from_logits(log_q)
-    )
+    p = log_p.exp()
+    target = TargetDistribution(log_p.argmax(-1), p, p.sum(-1), p_log_p(p))
+    return target.pair_with(torch.tensor([0]), Softmax.from_logits(log_q))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_the_teacher_says_what_the_target_says(has_bias: bool, temperature: floa
     vocab = DraftVocab(torch.tensor([3, 50, 95]), 96)
     hidden = torch.randn(4, 64)
     expected = (target.compute_logits(hidden) / temperature).log_softmax(-1)
-    known = HiddenTeacher(target, vocab, hidden, temperature).compute_chunk(1, 4)
+    known = build_hidden_teacher(target, vocab, hidden, temperature).compute_chunk(1, 4)
     assert known.top1_ids.equal(expected[1:].argmax(-1))
     at = torch.tensor([2, 0, 2])
     found = known.pair_with(at, Softmax.from_logits(torch.zeros(3, 3))).p

@@ -117,19 +117,18 @@ class Student(NamedTuple):
         return self.hidden, self.projection.weight, *(self.added or ())
 
 
-class Teacher(Protocol):
-    """Distributions by row, to compare students with."""
+class Teacher(NamedTuple):
+    """Distributions by row, to compare students with.
 
-    @property
-    def num_rows(self) -> int:
-        """Return P, the number of rows."""
+    Attributes:
+        num_rows: number P of rows.
+        bytes_per_row: bytes that a chunk holds per row.
+        compute_chunk: function that computes once what `Criterion` needs of rows begin..end.
+    """
 
-    @property
-    def bytes_per_row(self) -> int:
-        """Return the bytes that a chunk holds per row."""
-
-    def compute_chunk(self, begin: int, end: int) -> Any:
-        """Compute once what `Criterion` needs of rows begin..end."""
+    num_rows: int
+    bytes_per_row: int
+    compute_chunk: Callable[[int, int], Any]
 
 
 class RowLosses(NamedTuple):
@@ -485,7 +484,7 @@ def scale_off_path_rows(
     scales = OffPathScales(
         path, step_targets.row_anchors + 1, step_targets.row_steps, student.scales[:]
     )
-    return student._replace(scales=scales), OffPathTeacher(teacher, gather_labels(batch), path)
+    return student._replace(scales=scales), mark_off_path(teacher, gather_labels(batch), path)
 
 
 class OffPathTokens:
@@ -509,6 +508,7 @@ class OffPathTokens:
         self.is_off_path = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
 
+@dataclass(frozen=True)
 class OffPathScales:
     """Weight of each student row.
 
@@ -516,7 +516,7 @@ class OffPathScales:
     not have said. The teacher finds these tokens chunk by chunk, so a row's weight is final once
     the chunk with its teacher row has been computed.
 
-    Args:
+    Attributes:
         path: off-path tokens of the batch.
         first_between: [M] int64 among S, first index of `is_off_path` that counts for a row (entry
             i speaks of token i + 1).
@@ -524,15 +524,10 @@ class OffPathScales:
         scales: [M] float32 weights of draft tokens on the path.
     """
 
-    def __init__(
-        self, path: OffPathTokens, first_between: Tensor, num_between: Tensor, scales: Tensor
-    ) -> None:
-        self.path, self.first_between, self.num_between, self.scales = (
-            path,
-            first_between,
-            num_between,
-            scales,
-        )
+    path: OffPathTokens
+    first_between: Tensor
+    num_between: Tensor
+    scales: Tensor
 
     def __getitem__(self, rows: RowSelection) -> Tensor:
         """Return the [m] float32 weights of m rows."""
@@ -549,36 +544,22 @@ class OffPathScales:
         return fractions * (fractions >= MIN_WEIGHT_FRACTION)
 
 
-@dataclass(frozen=True)
-class OffPathTeacher:
-    """Teacher that marks, chunk by chunk, which tokens leave the target's path.
+def mark_off_path(teacher: Teacher, labels: Tensor, path: OffPathTokens) -> Teacher:
+    """Make a teacher that marks, chunk by chunk, which tokens leave the target's path.
 
-    Attributes:
+    Args:
         teacher: source of the distributions.
         labels: [P] int64 tokens of the text.
         path: tokens to mark.
     """
 
-    teacher: Teacher
-    labels: Tensor
-    path: OffPathTokens
-
-    @property
-    def num_rows(self) -> int:
-        """Return P, the number of rows."""
-        return self.teacher.num_rows
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Return the bytes of a row of the teacher."""
-        return self.teacher.bytes_per_row
-
-    def compute_chunk(self, begin: int, end: int) -> Distribution:
-        """Compute the distribution after rows begin..end, and mark their off-path tokens."""
-        distribution: Distribution = self.teacher.compute_chunk(begin, end)
-        is_off_path = distribution.top1_ids != self.labels[begin:end]
-        self.path.is_off_path[self.path.token_indices[begin:end]] = is_off_path
+    def compute_chunk(begin: int, end: int) -> Distribution:
+        distribution: Distribution = teacher.compute_chunk(begin, end)
+        is_off_path = distribution.top1_ids != labels[begin:end]
+        path.is_off_path[path.token_indices[begin:end]] = is_off_path
         return distribution
+
+    return Teacher(teacher.num_rows, teacher.bytes_per_row, compute_chunk)
 
 
 def sum_steps(values: Tensor, student: Student, step_targets: StepTargets) -> Tensor:

@@ -8,7 +8,6 @@ Letters: P rows, c rows of a chunk, r rows of a piece, D hidden, V vocabulary, W
 kept ids.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,85 +38,58 @@ def build_target_teacher(
     if TEACHER_IDS in batch:
         names = (TEACHER_IDS, TEACHER_LOG_PROBS)
         ids, log_probs = (batch[name].flatten(0, 1)[indices] for name in names)
-        return TopKTeacher(vocab, ids, log_probs, temperature)
+        return build_top_k_teacher(vocab, ids, log_probs, temperature)
     states = batch[HIDDEN_STATES].flatten(0, 1)[indices]
-    return HiddenTeacher(target, vocab, states, temperature)
+    return build_hidden_teacher(target, vocab, states, temperature)
 
 
-@dataclass(frozen=True)
-class TextTeacher:
-    """Teacher that gives the text, optionally with the target's distributions beside it.
+def build_text_teacher(labels: Tensor, soft: Teacher | None = None) -> Teacher:
+    """Build the teacher that gives the text, with the target's distributions beside it if given.
 
-    Attributes:
+    Args:
         labels: [P] int64 next tokens.
         soft: teacher of distributions to learn instead.
     """
 
-    labels: Tensor
-    soft: Teacher | None = None
+    def compute_chunk(begin: int, end: int) -> tuple[Tensor, Distribution | None]:
+        return labels[begin:end], None if soft is None else soft.compute_chunk(begin, end)
 
-    @property
-    def num_rows(self) -> int:
-        """Return P, the number of rows."""
-        return len(self.labels)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Return the bytes of a label, or of the distribution beside it."""
-        return self.labels.element_size() if self.soft is None else self.soft.bytes_per_row
-
-    def compute_chunk(self, begin: int, end: int) -> tuple[Tensor, Distribution | None]:
-        """Compute the labels [c], and the distribution if any, of rows begin..end."""
-        soft = None if self.soft is None else self.soft.compute_chunk(begin, end)
-        return self.labels[begin:end], soft
+    row_bytes = labels.element_size() if soft is None else soft.bytes_per_row
+    return Teacher(len(labels), row_bytes, compute_chunk)
 
 
-@dataclass(frozen=True)
-class HiddenTeacher:
-    """Teacher that computes the target's distribution from its hidden states.
+def build_hidden_teacher(
+    target: EmbeddingsAndOutputHead, vocab: DraftVocab, hidden: Tensor, temperature: float = 1.0
+) -> Teacher:
+    """Build the teacher that computes the target's distribution from its hidden states.
 
-    Attributes:
+    Args:
         target: the target, of which only the output head is used.
         vocab: the draft vocabulary.
         hidden: [P, D] last hidden states.
         temperature: divisor of the logits.
     """
 
-    target: EmbeddingsAndOutputHead
-    vocab: DraftVocab
-    hidden: Tensor
-    temperature: float = 1.0
-
-    @property
-    def num_rows(self) -> int:
-        """Return P, the number of rows."""
-        return len(self.hidden)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Return the bytes of V logits."""
-        return self.target.vocab_size * self.hidden.element_size()
-
-    def compute_chunk(self, begin: int, end: int) -> Distribution:
-        """Compute the distribution after rows begin..end."""
-        logits = self.target.compute_logits(self.hidden[begin:end])
-        if self.temperature != 1.0:
-            logits = logits.div_(self.temperature)
-        drafted = logits if self.vocab.is_full else logits.index_select(1, self.vocab.ids)
+    def compute_chunk(begin: int, end: int) -> Distribution:
+        logits = target.compute_logits(hidden[begin:end])
+        if temperature != 1.0:
+            logits = logits.div_(temperature)
+        drafted = logits if vocab.is_full else logits.index_select(1, vocab.ids)
         pieces = [
             _target_softmax(logits[rows], drafted[rows])
             for rows in split_evenly(0, len(logits), count_piece_rows(logits))
         ]
-        top1_ids, log_norm, mass, p_log_p_sums = (
-            torch.cat(column) for column in zip(*pieces, strict=True)
+        top1_ids, log_norm, mass, p_log_p_sums = map(torch.cat, zip(*pieces, strict=True))
+        are_probs = drafted.dtype is torch.float32
+        return TargetDistribution(
+            top1_ids, drafted, mass, p_log_p_sums, None if are_probs else log_norm
         )
-        if drafted.dtype is torch.float32:
-            return TargetProbs(top1_ids, drafted, mass, p_log_p_sums)
-        return _TargetLogits(drafted, top1_ids, log_norm, mass, p_log_p_sums)
+
+    return Teacher(len(hidden), target.vocab_size * hidden.element_size(), compute_chunk)
 
 
 def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute fields [r] of `_TargetLogits` from logits [r, V] and their drafted columns [r, W].
+    """Compute top-1 ids, log norm, mass and p log p [r] of logits [r, V] and drafted ones [r, W].
 
     Probabilities overwrite the drafted logits if these are float32; students then need no
     exponentials.
@@ -134,90 +106,58 @@ def _target_softmax(logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor, Te
     return full_softmax.top1_columns, full_softmax.log_norm, mass, p_log_p_sums
 
 
-class _TargetLogits(NamedTuple):
-    logits: Tensor
-    """[c, W] in the target's dtype, half as wide as probabilities."""
-    top1_ids: Tensor
-    log_norm: Tensor
-    """[c], over the whole vocabulary."""
-    mass: Tensor
-    p_log_p: Tensor
-
-    def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
-        logits = self.logits.index_select(0, chunk_rows).to(student.q)
-        p = (logits - self.log_norm[chunk_rows].unsqueeze(1)).exp_()
-        return DistributionPair(p, self.mass[chunk_rows], self.p_log_p[chunk_rows], student)
-
-
-class TargetProbs(NamedTuple):
-    """Distribution of the target as probabilities.
+class TargetDistribution(NamedTuple):
+    """Distribution of the target.
 
     Attributes:
         top1_ids: [c] int64 likeliest ids of the whole vocabulary.
-        p: [c, W], normalised over the whole vocabulary.
+        drafted: [c, W], p normalised over the whole vocabulary; or logits in the target's dtype,
+            half as wide.
         mass: [c], the sum of p.
         p_log_p: [c], the sum of p log p.
+        log_norm: [c] logsumexp of the logits over the whole vocabulary; None beside p.
     """
 
     top1_ids: Tensor
-    p: Tensor
+    drafted: Tensor
     mass: Tensor
     p_log_p: Tensor
-
-    @classmethod
-    def from_probs(cls, top1_ids: Tensor, p: Tensor) -> "TargetProbs":
-        """Make the distribution from probabilities [c, W]."""
-        return cls(top1_ids, p, p.sum(-1), p_log_p(p))
+    log_norm: Tensor | None = None
 
     def pair_with(self, chunk_rows: Tensor, student: Softmax) -> DistributionPair:
         """See `Distribution`."""
-        return DistributionPair(
-            self.p.index_select(0, chunk_rows),
-            self.mass[chunk_rows],
-            self.p_log_p[chunk_rows],
-            student,
-        )
+        p = self.drafted.index_select(0, chunk_rows)
+        if self.log_norm is not None:
+            p = (p.to(student.q) - self.log_norm[chunk_rows].unsqueeze(1)).exp_()
+        return DistributionPair(p, self.mass[chunk_rows], self.p_log_p[chunk_rows], student)
 
 
-@dataclass(frozen=True)
-class TopKTeacher:
-    """Teacher that knows the target's k likeliest ids only.
+def build_top_k_teacher(
+    vocab: DraftVocab, ids: Tensor, log_probs: Tensor, temperature: float = 1.0
+) -> Teacher:
+    """Build the teacher that knows the target's k likeliest ids only.
 
     Only the total probability of all other ids is known, so it is spread over them as the student
     spreads its own. KL, and every divergence of the form sum of q f(p / q), then equals the
     divergence over k ids and one bucket for the rest. Ids outside the draft vocabulary are dropped
     and do not join the rest.
 
-    Attributes:
+    Args:
         vocab: the draft vocabulary.
         ids: [P, k] int, likeliest first.
         log_probs: [P, k] log-probabilities over the whole vocabulary.
         temperature: divisor of the logits. The rest then counts as a single id.
     """
 
-    vocab: DraftVocab
-    ids: Tensor
-    log_probs: Tensor
-    temperature: float = 1.0
-
-    @property
-    def num_rows(self) -> int:
-        """Return P, the number of rows."""
-        return len(self.ids)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Return the bytes of k ids and log-probabilities."""
-        return 12 * self.ids.shape[1]
-
-    def compute_chunk(self, begin: int, end: int) -> Distribution:
-        """Compute the distribution after rows begin..end."""
-        ids, probs = self.ids[begin:end].long(), self.log_probs[begin:end].float().exp()
+    def compute_chunk(begin: int, end: int) -> Distribution:
+        best, probs = ids[begin:end].long(), log_probs[begin:end].float().exp()
         rest = (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_MASS)
-        if self.temperature != 1.0:
-            cooled = torch.cat([probs, rest], -1).log().div_(self.temperature).softmax(-1)
+        if temperature != 1.0:
+            cooled = torch.cat([probs, rest], -1).log().div_(temperature).softmax(-1)
             probs, rest = cooled[:, :-1], cooled[:, -1:]
-        return _TargetTopK(ids[:, 0], self.vocab.to_draft_ids(ids), probs, rest)
+        return _TargetTopK(best[:, 0], vocab.to_draft_ids(best), probs, rest)
+
+    return Teacher(len(ids), 12 * ids.shape[1], compute_chunk)  # of k ids and log-probabilities
 
 
 class _TargetTopK(NamedTuple):

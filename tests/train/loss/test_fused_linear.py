@@ -21,10 +21,16 @@ from train.loss.divergences import (
     DistributionPair,
     Softmax,
     negative_log_alpha,
+    p_log_p,
     total_variation,
 )
 from train.loss.fused_linear import Student, compute_fused_loss
-from train.loss.teachers import HiddenTeacher, TargetProbs, TextTeacher, TopKTeacher
+from train.loss.teachers import (
+    TargetDistribution,
+    build_hidden_teacher,
+    build_text_teacher,
+    build_top_k_teacher,
+)
 from train.medusa import text_criterion
 from train.step_objective import StepCriterion
 
@@ -44,9 +50,10 @@ class Exact:
         self.vocab, self.whole = vocab, log_p
         self.num_rows, self.bytes_per_row = len(log_p), log_p[0].nbytes
 
-    def compute_chunk(self, begin: int, end: int) -> TargetProbs:
+    def compute_chunk(self, begin: int, end: int) -> TargetDistribution:
         rows = self.whole[begin:end]
-        return TargetProbs.from_probs(rows.argmax(-1), rows.exp()[:, self.vocab.ids])
+        p = rows.exp()[:, self.vocab.ids]
+        return TargetDistribution(rows.argmax(-1), p, p.sum(-1), p_log_p(p))
 
 
 def naive(config: EagleConfig, whole_p: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -155,7 +162,7 @@ def test_the_text_is_learnt_where_its_token_can_be_drafted() -> None:
     log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
     labels = torch.tensor([0, 3, 12, 1, 2, 6, 7, 9, 4, 5, 11])
     columns = [0, None, 8, 1, 2, None, 5, 7, 3, 4, None]
-    teacher = TextTeacher(labels, Exact(vocab, log_p))
+    teacher = build_text_teacher(labels, Exact(vocab, log_p))
     criterion = StepCriterion(config, vocab)
     total, (found,) = compute_fused_loss([student(hidden, weight)], teacher, criterion)
 
@@ -213,7 +220,7 @@ def test_hard_labels_and_several_projections() -> None:
         logits, wanted = one.hidden @ one.projection.weight.T, labels[one.teacher_rows.host]
         loss = F.cross_entropy(logits, wanted, reduction="none")
         expected = expected + (one.scales[:] * loss).sum()
-    total, found = compute_fused_loss(students, TextTeacher(labels), text_criterion)
+    total, found = compute_fused_loss(students, build_text_teacher(labels), text_criterion)
     torch.testing.assert_close(total, expected)
     for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -224,10 +231,12 @@ def test_hard_labels_and_several_projections() -> None:
 def test_what_is_compiled_is_the_comparison_of_several_rows(compiled: list) -> None:
     labels = torch.arange(NUM_ROWS) % 5
     students, leaves = hard_students([VOCAB, VOCAB])
-    total, found = compute_fused_loss(students, TextTeacher(labels), text_criterion)
+    total, found = compute_fused_loss(students, build_text_teacher(labels), text_criterion)
     expected = [total.detach(), *found, *gradients(total, *leaves)]
     assert compiled == []
-    total, found = compute_fused_loss(students, TextTeacher(labels), text_criterion, compiled=True)
+    total, found = compute_fused_loss(
+        students, build_text_teacher(labels), text_criterion, compiled=True
+    )
     got = [total.detach(), *found, *gradients(total, *leaves)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
     sizes = [len(args[3]) for args in compiled]
@@ -276,7 +285,7 @@ def test_logits_of_all_chunks_lie_in_one_place(
     students, _ = hard_students([VOCAB, VOCAB, VOCAB - 2, VOCAB])
     labels = torch.arange(NUM_ROWS) % 5
     with torch.no_grad():
-        compute_fused_loss(students, TextTeacher(labels), text_criterion, compiled=True)
+        compute_fused_loss(students, build_text_teacher(labels), text_criterion, compiled=True)
     assert [args[4] for args in compiled] == [False] * 4
     places = [args[3].untyped_storage().data_ptr() for args in compiled]
     assert places[0] == places[1] == places[3] != places[2]
@@ -310,7 +319,9 @@ def test_a_backward_pass_only_tells_that_a_projections_gradient_is_there() -> No
     hooked: list[Tensor] = []
     weight.register_post_accumulate_grad_hook(lambda each: hooked.append(each.grad.clone()))
     for _ in range(2):
-        total, _ = compute_fused_loss([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)
+        total, _ = compute_fused_loss(
+            [part], build_text_teacher(torch.arange(NUM_ROWS)), text_criterion
+        )
         with _Added() as added:
             total.backward()
     assert added.num_added == [hidden.numel(), 0]
@@ -322,7 +333,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     weight.requires_grad_(False)
     hidden.requires_grad_(False)
     total, _ = compute_fused_loss(
-        [first, second], TextTeacher(torch.arange(NUM_ROWS)), text_criterion
+        [first, second], build_text_teacher(torch.arange(NUM_ROWS)), text_criterion
     )
     total.backward()
     assert weight.grad is None and hidden.grad is None
@@ -333,7 +344,7 @@ def test_under_autocast_logits_are_narrow(compiled: list) -> None:
     hidden, weight = random(7, WIDTH, seed=0).float(), random(VOCAB, WIDTH, seed=1).float()
     for enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
-            text = TextTeacher(torch.arange(7))
+            text = build_text_teacher(torch.arange(7))
             compute_fused_loss([student(hidden, weight)], text, text_criterion, compiled=True)
     assert [args[3].dtype for args in compiled] == [torch.bfloat16, torch.float32]
 
@@ -356,7 +367,7 @@ def test_a_top_k_teacher_is_the_kept_ids_and_one_bucket_for_the_rest(kind: Diver
     vocab = DraftVocab.make_full(VOCAB)
     # What was kept is float32, and so is the rest's mass.
     log_probs = kept.values.float()
-    teacher = TopKTeacher(vocab, kept.indices.int(), log_probs)
+    teacher = build_top_k_teacher(vocab, kept.indices.int(), log_probs)
     part = student(hidden, weight)
     total, _ = compute_fused_loss([part], teacher, StepCriterion(config, vocab))
     p = log_probs.double().exp()
@@ -373,7 +384,7 @@ def test_ids_outside_the_draft_vocabulary_are_left_out_of_a_top_k_teacher() -> N
     ids = torch.tensor([[3, 0, 5], [7, 6, 0]])
     probs = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]])
     log_q = torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]).log()
-    known = TopKTeacher(vocab, ids, probs.log()).compute_chunk(0, 2)
+    known = build_top_k_teacher(vocab, ids, probs.log()).compute_chunk(0, 2)
     found = known.pair_with(torch.tensor([0, 1]), Softmax.from_logits(log_q))
     # Row 0: 3 and 5 are kept, .2 is left for id 1. Row 1: all of .1 is spread as q is.
     expected = torch.tensor([[0.2, 0.5, 0.1], [0.02, 0.03, 0.05]])
@@ -401,9 +412,9 @@ def test_a_loss_that_is_not_finite_where_nothing_is_learnt_does_not_spread() -> 
 def test_a_top_k_teacher_takes_its_rest_for_one_id_at_another_temperature() -> None:
     vocab = DraftVocab.make_full(4)
     log_probs = torch.tensor([[0.6, 0.2]]).log()
-    known = TopKTeacher(vocab, torch.tensor([[2, 0]]), log_probs, temperature=0.5).compute_chunk(
-        0, 1
-    )
+    known = build_top_k_teacher(
+        vocab, torch.tensor([[2, 0]]), log_probs, temperature=0.5
+    ).compute_chunk(0, 1)
     found = known.pair_with(
         torch.tensor([0]), Softmax.from_logits(torch.tensor([[0.1, 0.3, 0.5, 0.1]]).log())
     )
@@ -416,7 +427,7 @@ def loss_of_a_target(dtype: torch.dtype, autocast: bool) -> tuple[Tensor, list[T
     target = random_target()
     vocab = DraftVocab(torch.arange(0, target.vocab_size, 2), target.vocab_size)
     states = random(40, target.hidden_size, seed=0).float()
-    teacher = HiddenTeacher(target, vocab, states)
+    teacher = build_hidden_teacher(target, vocab, states)
     hidden = random(40, target.hidden_size, seed=1).to(dtype).requires_grad_()
     weight = 0.2 * random(len(vocab.ids), target.hidden_size, seed=2)
     weight = weight.to(torch.float32 if autocast else dtype).requires_grad_()
@@ -466,7 +477,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
         target = type(
             "T", (), {"compute_logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024}
         )()
-        teacher = HiddenTeacher(target, vocab, hidden.detach() + 1)
+        teacher = build_hidden_teacher(target, vocab, hidden.detach() + 1)
         part = student(hidden, weight)
         total, _ = compute_fused_loss([part], teacher, StepCriterion(EagleConfig(), vocab))
         total.backward()
@@ -480,7 +491,9 @@ def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
     weight.requires_grad_(trained)
 
     def total() -> Tensor:
-        return compute_fused_loss([part], TextTeacher(torch.arange(NUM_ROWS)), text_criterion)[0]
+        return compute_fused_loss(
+            [part], build_text_teacher(torch.arange(NUM_ROWS)), text_criterion
+        )[0]
 
     for scaled in (2 * total(), total() / 4, total() + total().detach() * total()):
         with pytest.raises(RuntimeError, match="a total must be run backward once and unscaled"):
@@ -496,7 +509,9 @@ def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
     part = student(hidden, weight)
     with torch.no_grad():
-        total, (found,) = compute_fused_loss([part], TextTeacher(torch.arange(4)), text_criterion)
+        total, (found,) = compute_fused_loss(
+            [part], build_text_teacher(torch.arange(4)), text_criterion
+        )
     assert not total.requires_grad
     assert not found.requires_grad
 

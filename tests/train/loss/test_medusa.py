@@ -16,9 +16,9 @@ from train.batch.batch import (
     build_supervision_mask,
 )
 from train.loss import fused_linear as fused
-from train.loss.divergences import fast_argmax, fast_topk, mark_top1_and_top5
-from train.loss.teachers import TargetProbs
-from train.medusa import SoftLabels, compute_head_weights, compute_medusa_loss
+from train.loss.divergences import fast_argmax, fast_topk, mark_top1_and_top5, p_log_p
+from train.loss.teachers import TargetDistribution
+from train.medusa import compute_head_weights, compute_medusa_loss
 
 
 class Heads(nn.Module):
@@ -45,8 +45,9 @@ class Given:
         self.p = logits.softmax(-1)
         self.num_rows, self.bytes_per_row = len(logits), logits[0].nbytes
 
-    def compute_chunk(self, begin: int, end: int) -> TargetProbs:
-        return TargetProbs.from_probs(self.p[begin:end].argmax(-1), self.p[begin:end])
+    def compute_chunk(self, begin: int, end: int) -> TargetDistribution:
+        p = self.p[begin:end]
+        return TargetDistribution(p.argmax(-1), p, p.sum(-1), p_log_p(p))
 
 
 ONES = torch.ones(3)
@@ -198,7 +199,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
             piece = add_supervision({name: value[part] for name, value in batch.items()}, 3)
             places = piece[SUPERVISION].token_indices
             logits = hidden[part].flatten(0, 1)[places] @ projection
-            labels = SoftLabels(Given(logits), off_path_weight=0.5) if soft else None
+            labels = (Given(logits), 0.5) if soft else None
             sums = compute_medusa_loss(head, hidden[part], piece, ONES, labels)
             sums.total.backward()
             total += sums.terms
@@ -219,9 +220,7 @@ def test_drafts_off_the_targets_path_weigh_less_and_far_from_it_nothing() -> Non
     says = torch.tensor([1, 2, 0, 0, 0])  # after each: right twice, then wrong
     logits = 3 * torch.nn.functional.one_hot(says, 5).float()
     head = Heads(3, 5)
-    sums = compute_medusa_loss(
-        head, hidden, batch, ONES, SoftLabels(Given(logits), off_path_weight=0.2)
-    )
+    sums = compute_medusa_loss(head, hidden, batch, ONES, (Given(logits), 0.2))
     sums.total.backward()
     grads = [table.grad.clone() for table in head.table]
     # Of head 1 at 0 to 3 after 0, 0, 1, 1 strays, head 2 at 0 to 2 after 0, 1, 2, head 3 at 0
