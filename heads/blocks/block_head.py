@@ -15,9 +15,8 @@ blocks, R rows, D depths, H hidden, F width of the hidden states, W draft vocabu
 L layers of the target, K key-value heads, d head size.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -30,12 +29,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
 from conf.settings.export import ExportFormat
+from heads.blocks.checkpoint import BlockCheckpoint
 from heads.blocks.drafter import BlockChain, BlockTree
 from heads.blocks.layouts import (
-    FULL,
-    SLIDING,
+    BlockHeadConfig,
     BlockLayout,
+    build_dflash_keys,
     build_engine_files,
+    build_qwen3_keys,
     find_export_problem,
     format_serve_command,
 )
@@ -56,13 +57,7 @@ from heads.feature_head import (
 )
 from heads.folders import has_architecture
 from heads.layers.block_attention import BlockRange, block_attention
-from heads.layers.llama import (
-    LLAMA_KEYS,
-    LlamaAttention,
-    RmsNorm,
-    format_legacy_rope,
-    make_llama_config,
-)
+from heads.layers.llama import LlamaAttention, RmsNorm, make_llama_config
 from heads.target_model.embeddings_and_output_head import (
     EmbeddingsAndOutputHead,
     copy_output_rows,
@@ -77,69 +72,25 @@ ContextKeysValues = list[tuple[Tensor, Tensor]]
 """For each layer, rotated keys and values of T texts, [T, S, K, d] each."""
 
 
-@dataclass(frozen=True)
-class BlockHeadConfig:
-    """Architecture of a block drafter.
-
-    Attributes:
-        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
-        target: Hub id or folder of the target.
-        target_hidden_size: width of one hidden state of the target.
-        num_target_layers: number of the target's decoder layers; 0 while unknown.
-        layers: hidden states that the head reads, as indices of `output_hidden_states`.
-        block_size: number of rows of a block in training.
-        mask_token_id: token id of rows whose token is unknown.
-        sample_from_anchor: whether row j drafts the next token instead of its own.
-        causal: whether a row sees no later rows of its block.
-        window: number of tokens of text and block that a row sees; None for all.
-        full_layers: layers whose rows see the whole text and block, despite `causal` and `window`.
-        own_output_head: whether the head has an output head of its own.
-        own_embedding: whether the head has an embedding of its own.
-    """
-
-    llama: LlamaConfig
-    target: str
-    target_hidden_size: int
-    num_target_layers: int
-    layers: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    sample_from_anchor: bool = False
-    causal: bool = False
-    window: int | None = None
-    full_layers: tuple[int, ...] = ()
-    own_output_head: bool = False
-    own_embedding: bool = False
-
-    @property
-    def first_row(self) -> int:
-        """Number of the first row that drafts, counted from 0."""
-        return 0 if self.sample_from_anchor else 1
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Number of draft tokens of a full block."""
-        return self.block_size - self.first_row
-
-    def select_draft_vocab(self, vocab: DraftVocab) -> DraftVocab:
-        """Select the draft vocabulary: `vocab` with an own output head, otherwise all ids."""
-        return vocab if self.own_output_head else DraftVocab.make_full(vocab.size)
-
-
 class BlockLayer(nn.Module):
     """Decoder layer of a block drafter: Qwen3's, with keys and values from the hidden states.
 
     Args:
         config: sizes, norms and RoPE.
+        make_conv: maker of a module that runs a sublayer between convolutions; None for none.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(
+        self, config: LlamaConfig, make_conv: Callable[[], nn.Module] | None = None
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RmsNorm(hidden, eps)
         self.self_attn = LlamaAttention(config, hidden, qk_norm=True)
         self.post_attention_layernorm = RmsNorm(hidden, eps)
         self.mlp = LlamaMLP(config)
+        self.attention_conv = make_conv and make_conv()
+        self.mlp_conv = make_conv and make_conv()
 
     def forward(
         self,
@@ -156,25 +107,19 @@ class BlockLayer(nn.Module):
             context: keys and values of the texts in this layer, [T, S, K, d] each.
             block_range: range of context and rows that each block sees.
         """
-        states = states + self.compute_attention(
-            self.input_layernorm(states), rotation, context, block_range
-        )
-        return states + self.mlp(self.post_attention_layernorm(states))
 
-    def compute_attention(
-        self,
-        inputs: Tensor,
-        rotation: Tensor,
-        context: tuple[Tensor, Tensor],
-        block_range: BlockRange,
-    ) -> Tensor:
-        """Compute the attention [A, R, H] of normalised inputs [A, R, H]. See `forward`."""
-        rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
-        query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
-        keys, values = self.self_attn.keys_values(rows, rotation)
-        block = keys.unflatten(0, shape), values.unflatten(0, shape)
-        attended = block_attention(query, context, block, block_range)
-        return self.self_attn.o_proj(attended.flatten(2))
+        def attend(inputs: Tensor) -> Tensor:
+            rows, shape = inputs.flatten(0, 1), inputs.shape[:2]
+            query = self.self_attn.compute_query(rows, rotation).unflatten(0, shape)
+            keys, values = self.self_attn.keys_values(rows, rotation)
+            block = keys.unflatten(0, shape), values.unflatten(0, shape)
+            attended = block_attention(query, context, block, block_range)
+            return self.self_attn.o_proj(attended.flatten(2))
+
+        inputs, conv, mlp_conv = self.input_layernorm(states), self.attention_conv, self.mlp_conv
+        states = states + (attend(inputs) if conv is None else conv(inputs, attend))
+        inputs = self.post_attention_layernorm(states)
+        return states + (self.mlp(inputs) if mlp_conv is None else mlp_conv(inputs, self.mlp))
 
 
 def iter_block_variants(head: Any) -> ConfigVariants:
@@ -211,14 +156,19 @@ class BlockHead(FeatureHead):
         method: name of the method.
         paper: arXiv number of the method; empty without one.
         slot_description: words about the slots in a model card.
+        is_anchored: whether new heads of this kind sample from the anchor.
+        implemented: keys of `REQUIRED_VALUES` of the checkpoint that this kind implements.
     """
 
     config: BlockHeadConfig
+    config_type = BlockHeadConfig
     architectures: ClassVar[tuple[str, ...]]
     layout: ClassVar[BlockLayout]
     method: ClassVar[str]
     paper: ClassVar[str]
     slot_description: ClassVar[str] = ""
+    is_anchored: ClassVar[bool] = False
+    implemented: ClassVar[Collection[str]] = ()
     chain_drafter = BlockChain
     tree_drafter = BlockTree
     ambiguities: ClassVar[tuple[Callable[[Any], ConfigVariants], ...]] = (iter_block_variants,)
@@ -286,14 +236,10 @@ class BlockHead(FeatureHead):
             position_ids: [S] int64 positions.
         """
         context = self.hidden_norm(self.fc(features))
-        rotation = self._get_attention(0).compute_rotation(context, position_ids)
-        keys_values = [
-            self._get_attention(n).keys_values(context, rotation) for n in range(len(self.layers))
-        ]
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        rotation = attentions[0].compute_rotation(context, position_ids)
+        keys_values = [attention.keys_values(context, rotation) for attention in attentions]
         return [(keys[None], values[None]) for keys, values in keys_values]
-
-    def _get_attention(self, number: int) -> Any:
-        return self.layers[number].self_attn
 
     def draft(
         self, roots: Tensor, places: Tensor, context: ContextKeysValues, block_range: BlockRange
@@ -311,7 +257,8 @@ class BlockHead(FeatureHead):
         positions = (places.unsqueeze(1) + rows).clamp_max(self.max_positions - 1)
         states = self.embed(ids)
         # In the dtype of the text's keys; under autocast, embeddings have another.
-        rotation = self._get_attention(0).compute_rotation(context[0][0], positions.flatten())
+        attention: Any = self.layers[0].self_attn
+        rotation = attention.compute_rotation(context[0][0], positions.flatten())
         full_range, full = replace(block_range, causal=False, window=None), self.config.full_layers
         for number, layer in enumerate(self.layers):
             layer_range = full_range if number in full else block_range
@@ -332,11 +279,10 @@ class BlockHead(FeatureHead):
         """
         return logits
 
-    @abstractmethod
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the logits [N, W] of a slot from the previous tokens.
+        """Compute the logits [N, W] of a slot from the previous tokens; by default `base`.
 
         Args:
             base: [N, W] logits of the output head, not changed in place.
@@ -347,6 +293,8 @@ class BlockHead(FeatureHead):
         Returns:
             The logits, and the state for the next slot.
         """
+        del outputs, previous_ids
+        return base, state
 
     @torch.no_grad()
     def compute_candidates(
@@ -390,20 +338,59 @@ class BlockHead(FeatureHead):
         """Load the head of a folder whose config names this kind; None for other folders."""
         if not has_architecture(folder, cls.architectures, cls.layout.speculators_method):
             return None
-        return cls.load_known_folder(folder, path, layers)
+        file = BlockCheckpoint.from_folder(folder, path, cls.implemented)
+        if file.settings.get("sample_from_anchor") and not cls.is_anchored:
+            raise file.make_error(
+                f"config.json says sample_from_anchor=True, but a {cls.method} head fills in "
+                "masks, and no engine serves the other kind; must be false"
+            )
+        # speculators filled in masks before it wrote the key, and vLLM reads such files so.
+        anchored = cls.is_anchored and "speculators_model_type" not in file.settings
+        config, own = file.build_head_config(layers, anchored), cls.parse_own_settings(file)
+        return file.load_into(cls(cls.config_type(**vars(config), **own), file.vocab))
 
     @classmethod
-    @abstractmethod
-    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """Load the head of a folder that is known to hold one of this kind."""
+    def parse_own_settings(cls, file: BlockCheckpoint) -> dict[str, Any]:
+        """Parse the fields of the config that only this kind has, from a folder.
+
+        Raises:
+            InputError: a value is missing or not implemented.
+        """
+        del file
+        return {}
+
+    @classmethod
+    def from_settings(
+        cls, target: EmbeddingsAndOutputHead, settings: Any, vocab: DraftVocab, seed: int
+    ) -> Self:
+        """Make a new head; it drafts all ids unless it has its own output head."""
+        block_config = build_block_config(settings, target, cls.is_anchored)
+        own = cls.choose_own_settings(settings, target)
+        config = cls.config_type(**vars(block_config), **own)
+        if not config.own_output_head:
+            vocab = DraftVocab.make_full(vocab.size)
+        return cls(config, vocab).initialise(target, seed)
+
+    @classmethod
+    def choose_own_settings(cls, settings: Any, target: EmbeddingsAndOutputHead) -> dict[str, Any]:
+        """Choose the fields of the config that only this kind has, for a new head.
+
+        Raises:
+            InputError: the settings do not fit the target.
+        """
+        del settings, target
+        return {}
 
     def build_files(self) -> HeadFiles:
         """Build files with the authors' names and keys."""
-        return replace(super().build_files(), config=self.build_config_json())
+        config = build_qwen3_keys(self.config, len(self.vocab.ids)) | self.build_own_keys()
+        return replace(
+            super().build_files(), config={"architectures": [self.architectures[0]], **config}
+        )
 
-    @abstractmethod
-    def build_config_json(self) -> dict[str, Any]:
-        """Build the content of `config.json` in the authors' layout."""
+    def build_own_keys(self) -> dict[str, Any]:
+        """Build the keys of `config.json` beyond Qwen3's, in the authors' layout."""
+        return {"dflash_config": build_dflash_keys(self.config)}
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
         """Plan the files and the command for an engine. See `heads/blocks/layouts.py`."""
@@ -552,51 +539,3 @@ def check_layers(layers: tuple[int, ...], target: EmbeddingsAndOutputHead) -> No
             f"head.layers={list(layers)}: must be rising and of 0..{target.num_layers - 1}, the "
             f"hidden states of target.path={target.name} before its final norm"
         )
-
-
-def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
-    """Build the keys of `config.json` that every layout has, as in Qwen3."""
-    llama = config.llama
-    rope: Any = llama.rope_parameters
-    sliding = config.window is not None
-    layer_types = [SLIDING if sliding else FULL] * llama.num_hidden_layers
-    for number in config.full_layers:
-        layer_types[number] = FULL
-    return {
-        "model_type": "qwen3",
-        **{name: getattr(llama, name) for name in LLAMA_KEYS},
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": format_legacy_rope(rope),
-        "num_hidden_layers": llama.num_hidden_layers,
-        "layer_types": layer_types,
-        "sliding_window": config.window,
-        "use_sliding_window": sliding,
-        "tie_word_embeddings": False,
-        "draft_vocab_size": num_draft_ids,
-        "target_hidden_size": config.target_hidden_size,
-        "num_target_layers": config.num_target_layers,
-        "block_size": config.block_size,
-        "base_model_name_or_path": config.target,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-    }
-
-
-def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
-    """Build the keys of `dflash_config`, with layers as the authors count them."""
-    window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
-    return {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": [index - 1 for index in config.layers],
-        **build_causal_key(config, "causal"),
-        **window,
-    }
-
-
-def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
-    """Build the key `name` that makes the rows of all layers causal or not.
-
-    Without the key, engines make rows causal in layers with a window; so it is left out for heads
-    with `full_layers`.
-    """
-    return {} if config.causal and config.full_layers else {name: config.causal}

@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
-from heads.blocks.block_head import BlockHeadConfig
-from heads.blocks.layouts import FULL, SLIDING
+from heads.blocks.layouts import FULL, SLIDING, BlockHeadConfig
 from heads.head_checkpoint import EMBEDDING, OUTPUT_HEAD, ROOT, HeadCheckpoint
 from heads.vocab import DraftVocab
 

@@ -4,31 +4,22 @@ Source: inco.ai/dflash2 (2026); vLLM `models/qwen3_dflash.py`. Letters: N rows, 
 k candidates, V vocabulary, A blocks, R rows of a block, G groups of H.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.settings.blocks import DFlash2Config
 from conf.settings.export import ExportFormat
-from heads.blocks.block_head import (
-    BlockHead,
-    BlockHeadConfig,
-    BlockLayer,
-    build_block_config,
-    build_dflash_keys,
-    build_qwen3_keys,
-)
+from heads.blocks.block_head import BlockHead, BlockLayer
 from heads.blocks.checkpoint import BlockCheckpoint
-from heads.blocks.layouts import BlockLayout
+from heads.blocks.layouts import BlockHeadConfig, BlockLayout, build_dflash_keys
 from heads.draft_head import Variant
-from heads.layers.block_attention import BlockRange
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, Projection
 from heads.vocab import DraftVocab
 
@@ -108,36 +99,6 @@ def _mix_rows(states: Tensor, base: Tensor, change: Tensor) -> Tensor:
     return mixed.flatten(-2)
 
 
-class DFlash2Layer(BlockLayer):
-    """Decoder layer with convolutions around its attention and its MLP.
-
-    Args:
-        config: sizes, norms and RoPE.
-        taps: number of rows that a convolution mixes.
-        group_size: number of neighbouring dimensions with one kernel.
-    """
-
-    def __init__(self, config: LlamaConfig, taps: int, group_size: int) -> None:
-        super().__init__(config)
-        self.attention_conv = BlockConvolution(config.hidden_size, taps, group_size)
-        self.mlp_conv = BlockConvolution(config.hidden_size, taps, group_size)
-
-    def forward(
-        self,
-        states: Tensor,
-        rotation: Tensor,
-        context: tuple[Tensor, Tensor],
-        block_range: BlockRange,
-    ) -> Tensor:
-        """Compute the outputs [A, R, H] of the layer. See `BlockLayer.forward`."""
-
-        def attend(inputs: Tensor) -> Tensor:
-            return self.compute_attention(inputs, rotation, context, block_range)
-
-        states = states + self.attention_conv(self.input_layernorm(states), attend)
-        return states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)
-
-
 class CandidateSelector(nn.Module):
     """Scores a candidate c by the previous token p: <A[p] * P h, B[c]>.
 
@@ -170,6 +131,8 @@ class DFlash2Head(BlockHead):
     """
 
     config: DFlash2HeadConfig
+    config_type = DFlash2HeadConfig
+    implemented = DEFAULT_SCALES
     variants: ClassVar = {"dflash2": Variant("DFlash-2 heads", DFlash2Config)}
     name_with_article = "a DFlash-2 head"
     architectures = ("DFlash2DraftModel", "DFlash2Speculator")
@@ -186,56 +149,41 @@ class DFlash2Head(BlockHead):
         self.candidate_selector = CandidateSelector(*sizes)
 
     @classmethod
-    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """Load a DFlash-2 head, as `heads/blocks/checkpoint.py` reads the folder."""
-        file = BlockCheckpoint.from_folder(folder, path, DEFAULT_SCALES)
+    def parse_own_settings(cls, file: BlockCheckpoint) -> dict[str, Any]:
+        """See `BlockHead.parse_own_settings`."""
         if not file.vocab.is_full or "lm_head.weight" in file.tensors:
             raise file.make_error(
                 "an output head of its own, but a DFlash-2 head drafts with the target's; name "
                 "another head"
-            )
-        block_config = file.build_head_config(layers, anchored=False)
-        if block_config.sample_from_anchor:
-            raise file.make_error(
-                "config.json says sample_from_anchor=True, which no DFlash-2 head does; must be "
-                "false"
             )
         scales = {
             name: file.settings.get(name, default) for name, default in DEFAULT_SCALES.items()
         }
         if not all(isinstance(each, int | float) for each in scales.values()):
             raise file.make_error(f"config.json has {scales}: must be numbers")
-        sizes: Any = {name: file.get_integer(name) for name in SIZES}
-        return file.load_into(
-            cls(DFlash2HeadConfig(**vars(block_config), **scales, **sizes), file.vocab)
-        )
+        return scales | {name: file.get_integer(name) for name in SIZES}
 
     @classmethod
-    def from_settings(
-        cls, target: EmbeddingsAndOutputHead, settings: DFlash2Config, vocab: DraftVocab, seed: int
-    ) -> Self:
-        """Make a new head, which drafts all ids."""
-        block_config = build_block_config(settings, target, sample_from_anchor=False)
-        hidden, group = block_config.llama.hidden_size, settings.conv_group_size
+    def choose_own_settings(cls, settings: Any, target: EmbeddingsAndOutputHead) -> dict[str, Any]:
+        """See `BlockHead.choose_own_settings`."""
+        hidden, group, projection = target.hidden_size, settings.conv_group_size, target.projection
         if hidden % group:
             raise InputError(
                 f"head.conv_group_size={group}: must divide the hidden size {hidden} of "
                 f"target.path={target.name}"
             )
-        projection = target.projection
-        config = DFlash2HeadConfig(
-            **vars(block_config),
-            **{name: getattr(settings, name) for name in SIZES},
-            # The target's own scalings, which engines omit.
-            output_multiplier=projection.scale,
-            final_logit_softcapping=projection.cap or 0.0,
-        )
-        return cls(config, block_config.select_draft_vocab(vocab)).initialise(target, seed)
+        # The target's own scalings, which engines omit.
+        scales = {
+            "output_multiplier": projection.scale,
+            "final_logit_softcapping": projection.cap or 0.0,
+        }
+        return scales | {name: getattr(settings, name) for name in SIZES}
 
     def make_layer(self) -> BlockLayer:
         """Make one layer with its convolutions."""
-        config = self.config
-        return DFlash2Layer(config.llama, config.conv_kernel_size, config.conv_group_size)
+        llama, config = self.config.llama, self.config
+        sizes = llama.hidden_size, config.conv_kernel_size, config.conv_group_size
+        return BlockLayer(llama, partial(BlockConvolution, *sizes))
 
     def draw_weights(self, seed: int) -> None:
         """Draw new weights by a seed, including the selector's codebooks."""
@@ -286,15 +234,11 @@ class DFlash2Head(BlockHead):
         logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
         return cap * (logits / cap).tanh() if cap > 0 else logits
 
-    def build_config_json(self) -> dict[str, Any]:
-        """Build the authors' keys, which vLLM and SGLang read."""
-        config, names = self.config, [*SIZES, *self.changed_scales]
-        return {
-            "architectures": ["DFlash2DraftModel"],
-            **build_qwen3_keys(config, len(self.vocab.ids)),
-            "dflash_config": build_dflash_keys(config)
-            | {name: getattr(config, name) for name in names},
-        }
+    def build_own_keys(self) -> dict[str, Any]:
+        """See `BlockHead.build_own_keys`."""
+        names = [*SIZES, *self.changed_scales]
+        own = {name: getattr(self.config, name) for name in names}
+        return {"dflash_config": build_dflash_keys(self.config) | own}
 
     def find_export_problem(self, engine: ExportFormat) -> str | None:
         """Find the reason why an engine cannot serve the head: end of a sentence, or None."""

@@ -4,27 +4,18 @@ Source: arXiv 2607.05147; deepseek-ai/DeepSpec. Letters: N rows, A blocks, D slo
 rank, V vocabulary, W draft vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from conf.settings.blocks import DSparkConfig, Markov
 from conf.settings.export import ExportFormat
-from heads.blocks.block_head import (
-    BlockHead,
-    BlockHeadConfig,
-    build_block_config,
-    build_causal_key,
-    build_qwen3_keys,
-    iter_block_variants,
-)
+from heads.blocks.block_head import BlockHead, iter_block_variants
 from heads.blocks.checkpoint import BlockCheckpoint
-from heads.blocks.layouts import BlockLayout
+from heads.blocks.layouts import BlockHeadConfig, BlockLayout, build_causal_key
 from heads.draft_head import Variant
 from heads.feature_head import ConfigVariants, flip_setting
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -130,6 +121,8 @@ class DSparkHead(BlockHead):
     """
 
     config: DSparkHeadConfig
+    config_type = DSparkHeadConfig
+    is_anchored = True
     # DeepSpec's size of a block.
     variants: ClassVar = {"dspark": Variant("DSpark heads", partial(DSparkConfig, block_size=7))}
     name_with_article = "a DSpark head"
@@ -152,18 +145,12 @@ class DSparkHead(BlockHead):
         self.confidence_head = ConfidenceHead(read) if config.confidence else None
 
     @classmethod
-    def load_known_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self:
-        """Load a DSpark head, as `heads/blocks/checkpoint.py` reads the folder."""
-        file = BlockCheckpoint.from_folder(folder, path)
-        settings = file.settings
-        markov = settings.get("markov_head_type", "vanilla")
+    def parse_own_settings(cls, file: BlockCheckpoint) -> dict[str, Any]:
+        """See `BlockHead.parse_own_settings`."""
+        markov = file.settings.get("markov_head_type", "vanilla")
         if markov not in [each.value for each in Markov]:
             allowed = ", ".join(each.value for each in Markov)
             raise file.make_error(f"config.json says markov_head_type={markov}: must be {allowed}")
-        # speculators filled in masks before it wrote the key, and vLLM reads such files so.
-        block_config = file.build_head_config(
-            layers, anchored="speculators_model_type" not in settings
-        )
         rank = file.get_integer("markov_rank")
         if rank == 0:
             # DeepSpec calls this DFlash. Engines need a Markov head, so it gets one that adds
@@ -172,31 +159,25 @@ class DSparkHead(BlockHead):
             file.tensors[f"{MARKOV}w1.weight"] = torch.zeros(file.vocab.size, rank)
             file.tensors[f"{MARKOV}w2.weight"] = torch.zeros(len(file.vocab.ids), rank)
         confidence = file.tensors.get(CONFIDENCE)
-        config = DSparkHeadConfig(
-            **vars(block_config),
-            markov_rank=rank,
-            markov_head_type=Markov(markov),
-            confidence=confidence is not None,
+        return {
+            "markov_rank": rank,
+            "markov_head_type": Markov(markov),
+            "confidence": confidence is not None,
             # Engines differ in the key's default; the tensor's width is certain.
-            confidence_with_markov=confidence is not None
-            and confidence.shape[-1] == block_config.llama.hidden_size + rank,
-        )
-        return file.load_into(cls(config, file.vocab))
+            "confidence_with_markov": confidence is not None
+            and confidence.shape[-1] == file.settings["hidden_size"] + rank,
+        }
 
     @classmethod
-    def from_settings(
-        cls, target: EmbeddingsAndOutputHead, settings: DSparkConfig, vocab: DraftVocab, seed: int
-    ) -> Self:
-        """Make a new head; it drafts all ids unless it has its own output head."""
-        block_config = build_block_config(settings, target, sample_from_anchor=True)
-        config = DSparkHeadConfig(
-            **vars(block_config),
-            markov_rank=settings.markov_rank,
-            markov_head_type=settings.markov_head_type,
-            confidence=settings.confidence_weight > 0,
-            confidence_with_markov=settings.confidence_head_with_markov,
-        )
-        return cls(config, block_config.select_draft_vocab(vocab)).initialise(target, seed)
+    def choose_own_settings(cls, settings: Any, target: EmbeddingsAndOutputHead) -> dict[str, Any]:
+        """See `BlockHead.choose_own_settings`."""
+        del target
+        return {
+            "markov_rank": settings.markov_rank,
+            "markov_head_type": settings.markov_head_type,
+            "confidence": settings.confidence_weight > 0,
+            "confidence_with_markov": settings.confidence_head_with_markov,
+        }
 
     def compute_slot_logits(
         self, base: Tensor, outputs: Tensor, previous_ids: Tensor, state: Tensor | None
@@ -228,12 +209,10 @@ class DSparkHead(BlockHead):
             torch.cat([outputs, self.markov_head.markov_w1(previous_ids).to(outputs)], -1)
         )
 
-    def build_config_json(self) -> dict[str, Any]:
-        """Build the authors' keys, which vLLM and SGLang read."""
+    def build_own_keys(self) -> dict[str, Any]:
+        """See `BlockHead.build_own_keys`."""
         config = self.config
         return {
-            "architectures": ["Qwen3DSparkModel"],
-            **build_qwen3_keys(config, len(self.vocab.ids)),
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": [index - 1 for index in config.layers],
             **build_causal_key(config, "is_causal"),

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaConfig
 
 from conf.settings.export import ExportFormat
 from heads.draft_head import WEIGHTS, HeadFiles
@@ -29,7 +30,7 @@ from heads.export.gguf import (
     weights_name,
 )
 from heads.export.writer import build_speculators_section, format_dtype, format_vllm_command
-from heads.layers.llama import LLAMA_KEYS
+from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`: with a window, and without."""
@@ -74,6 +75,51 @@ GGUF_KEYS = {
     "output_multiplier": "logit_scale",
 }
 """llama.cpp's keys by the keys of `config.json` with the same values."""
+
+
+@dataclass(frozen=True)
+class BlockHeadConfig:
+    """Architecture of a block drafter.
+
+    Attributes:
+        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one hidden state of the target.
+        num_target_layers: number of the target's decoder layers; 0 while unknown.
+        layers: hidden states that the head reads, as indices of `output_hidden_states`.
+        block_size: number of rows of a block in training.
+        mask_token_id: token id of rows whose token is unknown.
+        sample_from_anchor: whether row j drafts the next token instead of its own.
+        causal: whether a row sees no later rows of its block.
+        window: number of tokens of text and block that a row sees; None for all.
+        full_layers: layers whose rows see the whole text and block, despite `causal` and `window`.
+        own_output_head: whether the head has an output head of its own.
+        own_embedding: whether the head has an embedding of its own.
+    """
+
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    num_target_layers: int
+    layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    sample_from_anchor: bool = False
+    causal: bool = False
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    own_output_head: bool = False
+    own_embedding: bool = False
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first row that drafts, counted from 0."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of draft tokens of a full block."""
+        return self.block_size - self.first_row
 
 
 @dataclass(frozen=True)
@@ -191,6 +237,54 @@ def _build_speculators_config(
             head, layout.speculators_method, config.num_draft_tokens
         ),
     }
+
+
+def build_qwen3_keys(config: BlockHeadConfig, num_draft_ids: int) -> dict[str, Any]:
+    """Build the keys of `config.json` that every layout has, as in Qwen3."""
+    llama = config.llama
+    rope: Any = llama.rope_parameters
+    sliding = config.window is not None
+    layer_types = [SLIDING if sliding else FULL] * llama.num_hidden_layers
+    for number in config.full_layers:
+        layer_types[number] = FULL
+    return {
+        "model_type": "qwen3",
+        **{name: getattr(llama, name) for name in LLAMA_KEYS},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": format_legacy_rope(rope),
+        "num_hidden_layers": llama.num_hidden_layers,
+        "layer_types": layer_types,
+        "sliding_window": config.window,
+        "use_sliding_window": sliding,
+        "tie_word_embeddings": False,
+        "draft_vocab_size": num_draft_ids,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "base_model_name_or_path": config.target,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def build_dflash_keys(config: BlockHeadConfig) -> dict[str, Any]:
+    """Build the keys of `dflash_config`, with layers as the authors count them."""
+    window = {"use_swa": True, "swa_window_size": config.window} if config.window else {}
+    return {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": [index - 1 for index in config.layers],
+        **build_causal_key(config, "causal"),
+        **window,
+    }
+
+
+def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
+    """Build the key `name` that makes the rows of all layers causal or not.
+
+    Without the key, engines make rows causal in layers with a window; so it is left out for heads
+    with `full_layers`.
+    """
+    return {} if config.causal and config.full_layers else {name: config.causal}
 
 
 def build_gguf_files(head: Any, prefix: str) -> HeadFiles:
