@@ -5,6 +5,7 @@ it imports only torch and that path's library. Letters: T tokens, H hidden, V vo
 vocabulary, K depths.
 """
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from scripts.bench.harness import best_device, measure_footprint
 
@@ -27,48 +29,12 @@ LARGEST_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class StepJob:
-    """Name a path and its sizes.
-
-    Attributes:
-        path: a key of `STEPS_BY_NAME`.
-        tokens, hidden, vocab, draft_vocab: T, H, V and W.
-        num_heads, num_kv_heads, head_dim, intermediate: sizes of EAGLE's layer.
-        depth: K, steps of EAGLE's training-time test or Medusa heads.
-        threads: threads of torch, on a CPU.
-        repeats: number of timed steps.
-    """
-
-    path: str
-    tokens: int
-    hidden: int
-    vocab: int
-    draft_vocab: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate: int
-    depth: int
-    threads: int
-    repeats: int
-
-    def build_llama_config(self) -> Any:
-        """Build the config of the target, and of EAGLE's layer."""
-        from transformers import LlamaConfig
-
-        return LlamaConfig(
-            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
-            num_hidden_layers=NUM_LAYERS, num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads, head_dim=self.head_dim, rms_norm_eps=NORM_EPS,
-            max_position_embeddings=self.tokens,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
 class StepInputs:
     """Hold the contents of a feature store, and the target's ends, in float32.
 
     Attributes:
+        llama: config of the target, and of EAGLE's layer.
+        depth: K, steps of EAGLE's training-time test or Medusa heads.
         text: `input_ids`, `position_ids`, `document_ids` [1, T] int64, `loss_mask` [1, T] bool;
             the first third of each document is a prompt.
         layers: [L, T, H] states that EAGLE-3 fuses.
@@ -78,6 +44,8 @@ class StepInputs:
         weights: the trained matrices of an EAGLE-3 head by name.
     """
 
+    llama: LlamaConfig
+    depth: int
     text: dict[str, Tensor]
     layers: Tensor
     prenorm_states: Tensor
@@ -87,15 +55,22 @@ class StepInputs:
     weights: dict[str, Tensor]
 
     @classmethod
-    def from_job(cls, job: StepJob, device: torch.device) -> "StepInputs":
-        """Draw the inputs of a job, the same numbers in every process."""
+    def from_job(cls, job: dict[str, Any], device: torch.device) -> "StepInputs":
+        """Draw the inputs of a job, the same numbers in every process.
+
+        Args:
+            job: see `measure_peer_step`.
+            device: device of the inputs.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(*shape, generator=generator) * scale).to(device)
 
-        hidden, wide = job.hidden, job.intermediate
-        queries, keys = job.num_heads * job.head_dim, job.num_kv_heads * job.head_dim
+        tokens, hidden, wide, vocab = (
+            job[name] for name in ("tokens", "hidden", "intermediate", "vocab")
+        )
+        queries, keys = (job[name] * job["head_dim"] for name in ("num_heads", "num_kv_heads"))
         shapes = {
             "fc.weight": (hidden, NUM_LAYERS * hidden),
             "layer.self_attn.q_proj.weight": (queries, 2 * hidden),
@@ -106,22 +81,30 @@ class StepInputs:
             "layer.mlp.up_proj.weight": (wide, hidden),
             "layer.mlp.down_proj.weight": (hidden, wide),
         }
-        order = torch.randperm(job.vocab, generator=generator)
-        output_head = draw(job.vocab, job.hidden, scale=job.hidden**-0.5)
+        order = torch.randperm(vocab, generator=generator)
+        output_head = draw(vocab, hidden, scale=hidden**-0.5)
         # A real draft vocabulary holds the frequent ids, so it nearly always contains the target's
         # first choice. The other rows of the output head are scaled down to make that hold here.
         # Otherwise losses would differ: our loss and EAGLE-3's skip a token whose first choice lies
         # outside the draft vocabulary, speculators' loss does not.
-        output_head[order[job.draft_vocab :].to(device)] *= 0.1
+        output_head[order[job["draft_vocab"] :].to(device)] *= 0.1
+        text = _draw_sequence(tokens, vocab, generator)
         return cls(
-            text={name: row.to(device) for name, row in _draw_sequence(job, generator).items()},
-            layers=draw(NUM_LAYERS, job.tokens, job.hidden),
-            prenorm_states=draw(job.tokens, job.hidden),
-            embedding=draw(job.vocab, job.hidden),
+            llama=LlamaConfig(
+                vocab_size=vocab, hidden_size=hidden, intermediate_size=wide,
+                num_hidden_layers=NUM_LAYERS, num_attention_heads=job["num_heads"],
+                num_key_value_heads=job["num_kv_heads"], head_dim=job["head_dim"],
+                rms_norm_eps=NORM_EPS, max_position_embeddings=tokens,
+            ),
+            depth=job["depth"],
+            text={name: row.to(device) for name, row in text.items()},
+            layers=draw(NUM_LAYERS, tokens, hidden),
+            prenorm_states=draw(tokens, hidden),
+            embedding=draw(vocab, hidden),
             output_head=output_head,
-            draft_ids=order[: job.draft_vocab].sort().values.to(device),
+            draft_ids=order[: job["draft_vocab"]].sort().values.to(device),
             weights={name: draw(*shape, scale=0.02) for name, shape in shapes.items()},
-        )
+        )  # fmt: skip
 
     @property
     def hidden_states(self) -> Tensor:
@@ -129,17 +112,17 @@ class StepInputs:
         return F.rms_norm(self.prenorm_states, self.prenorm_states.shape[-1:], eps=NORM_EPS)
 
 
-def _draw_sequence(job: StepJob, generator: torch.Generator) -> dict[str, Tensor]:
+def _draw_sequence(tokens: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Draw one packed sequence of documents of T / 8 to T / 2 tokens."""
     lengths: list[int] = []
-    while (left := job.tokens - sum(lengths)) > 0:
-        drawn = int(torch.randint(job.tokens // 8, job.tokens // 2, (), generator=generator))
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = int(torch.randint(tokens // 8, tokens // 2, (), generator=generator))
         # A remainder too short for a document lengthens the last one.
-        lengths.append(left if left - drawn < job.tokens // 8 else drawn)
+        lengths.append(left if left - drawn < tokens // 8 else drawn)
     places = [torch.arange(length) for length in lengths]
     answers = [place >= len(place) // 3 for place in places]
     return {
-        "input_ids": torch.randint(job.vocab, (1, job.tokens), generator=generator),
+        "input_ids": torch.randint(vocab, (1, tokens), generator=generator),
         "position_ids": torch.cat(places)[None],
         "document_ids": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
         "loss_mask": torch.cat(answers)[None],
@@ -153,7 +136,7 @@ class PeerTraining(NamedTuple):
     loss: Callable[[], Tensor]
 
 
-def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) -> PeerTraining:
+def build_eagle3_step(inputs: StepInputs, compiled: bool = False) -> PeerTraining:
     """Build the step of `train/eagle.py`, with a frozen output head and the weights of speculators.
 
     `compiled` is `train.compile=true`.
@@ -164,39 +147,38 @@ def build_eagle3_step(job: StepJob, inputs: StepInputs, compiled: bool = False) 
     from train.eagle import EagleObjective
 
     config = EagleConfig(
-        layers=[*range(1, NUM_LAYERS + 1)], num_steps=job.depth, step_decay=1.0,
+        layers=[*range(1, NUM_LAYERS + 1)], num_steps=inputs.depth, step_decay=1.0,
         token_normalizer=TokenNormalizer.supervised, output_head=OutputHead.frozen,
         teacher_temperature=1.0, learn_prompts=False,
     )  # fmt: skip
-    target = make_target_parts(job, inputs)
-    vocab = DraftVocab(inputs.draft_ids, job.vocab)
+    target = make_target_parts(inputs)
+    vocab = DraftVocab(inputs.draft_ids, target.vocab_size)
     head = EagleHead.from_settings(target, config, vocab, seed=0)
     _copy_weights(head, "layer.", inputs.weights)
     return build_own_step(EagleObjective(head, target, config), inputs, compiled)
 
 
-def build_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_medusa_step(inputs: StepInputs) -> PeerTraining:
     """Build the step of `train/medusa.py`, with heads weighted as in the original."""
     from conf.settings.medusa import Labels, MedusaConfig
     from heads.medusa import MedusaHead
     from train.medusa import MedusaObjective
 
-    config = MedusaConfig(num_heads=job.depth, loss_decay=1.0, labels=Labels.hard)
-    target = make_target_parts(job, inputs)
-    head = MedusaHead.from_target(target, job.depth, config.num_layers)
+    config = MedusaConfig(num_heads=inputs.depth, loss_decay=1.0, labels=Labels.hard)
+    target = make_target_parts(inputs)
+    head = MedusaHead.from_target(target, inputs.depth, config.num_layers)
     return build_own_step(MedusaObjective(head, target, config), inputs, False)
 
 
-def make_target_parts(job: StepJob, inputs: StepInputs) -> Any:
+def make_target_parts(inputs: StepInputs) -> Any:
     """Make the target's embedding and output head."""
     from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 
     embedding = nn.Embedding.from_pretrained(inputs.embedding)
-    output_head = nn.Linear(job.hidden, job.vocab, bias=False).requires_grad_(False)
+    vocab, hidden = inputs.output_head.shape
+    output_head = nn.Linear(hidden, vocab, bias=False).requires_grad_(False)
     output_head.weight.data = inputs.output_head
-    return EmbeddingsAndOutputHead(
-        job.build_llama_config(), embedding, output_head, None, None, "random"
-    )
+    return EmbeddingsAndOutputHead(inputs.llama, embedding, output_head, None, None, "random")
 
 
 def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
@@ -218,7 +200,7 @@ def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTr
     return PeerTraining(objective.head.train(), loss)
 
 
-def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_original_medusa_step(inputs: StepInputs) -> PeerTraining:
     """Build the step of FasterDecoding/Medusa (`medusa/train/train_legacy.py`).
 
     Every head gives logits at every token, [K, T, V] in all; the cross-entropy applies the mask,
@@ -226,7 +208,7 @@ def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining
     """
     from heads.medusa import MedusaHead
 
-    head = MedusaHead.from_target(make_target_parts(job, inputs), job.depth, num_layers=1)
+    head = MedusaHead.from_target(make_target_parts(inputs), inputs.depth, num_layers=1)
     hidden = inputs.hidden_states
     text = inputs.text
     labels = text["input_ids"].masked_fill(~text["loss_mask"], IGNORED)[0]
@@ -245,7 +227,7 @@ def build_original_medusa_step(job: StepJob, inputs: StepInputs) -> PeerTraining
     return PeerTraining(head.train(), loss)
 
 
-def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
+def build_speculators_step(inputs: StepInputs) -> PeerTraining:
     """Build speculators' step of EAGLE-3, called as `speculators/train/trainer.py` calls it.
 
     On CUDA unchanged. Elsewhere its SDPA replaces flex attention, which has no backward pass there,
@@ -255,11 +237,13 @@ def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     on_cuda = inputs.prenorm_states.is_cuda
-    llama = job.build_llama_config()
+    llama = copy.deepcopy(inputs.llama)
     llama.num_hidden_layers = 1
     llama._attn_implementation = "simple_flex_attention" if on_cuda else "sdpa"
     model = Eagle3DraftModel(
-        Eagle3SpeculatorConfig(transformer_layer_config=llama, draft_vocab_size=job.draft_vocab)
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=llama, draft_vocab_size=len(inputs.draft_ids)
+        )
     )
     rows = inputs.output_head[inputs.draft_ids]
     frozen = {
@@ -271,7 +255,7 @@ def build_speculators_step(job: StepJob, inputs: StepInputs) -> PeerTraining:
     implementation = "fused" if on_cuda else "eager"
     settings, _validation = model.get_trainer_kwargs(
         loss_fn="kl_div", loss_implementation=implementation,
-        ttt_steps=job.depth, ttt_step_loss_decay=1.0,
+        ttt_steps=inputs.depth, ttt_step_loss_decay=1.0,
     )  # fmt: skip
     batch = _build_speculators_batch(inputs)
 
@@ -317,7 +301,7 @@ def _copy_weights(module: nn.Module, layer: str, weights: dict[str, Tensor]) -> 
         module.get_parameter(name.replace("layer.", layer)).data.copy_(weight)
 
 
-STEPS_BY_NAME: dict[str, Callable[[StepJob, StepInputs], PeerTraining]] = {
+STEPS_BY_NAME: dict[str, Callable[[StepInputs], PeerTraining]] = {
     "eagle3": build_eagle3_step,
     "eagle3_compiled": partial(build_eagle3_step, compiled=True),
     "speculators": build_speculators_step,
@@ -344,12 +328,18 @@ def build_stepper(training: PeerTraining) -> Callable[[], Tensor]:
 
 
 def measure_peer_step(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the loss of the first step and the cost of later ones, from the fields of a job."""
-    asked, device = StepJob(**job), best_device()
-    torch.set_num_threads(asked.threads)
-    inputs = StepInputs.from_job(asked, device)
-    step = build_stepper(STEPS_BY_NAME[asked.path](asked, inputs))
-    return {"loss": float(step()), **measure_footprint(step, device, asked.repeats)._asdict()}
+    """Measure the loss of the first step and the cost of later ones.
+
+    Args:
+        job: `path`, a key of `STEPS_BY_NAME`; `tokens`, `hidden`, `vocab` and `draft_vocab`, which
+            are T, H, V and W; `num_heads`, `num_kv_heads`, `head_dim` and `intermediate`, sizes of
+            EAGLE's layer; `depth`, which is K; `threads` of torch; `repeats`, number of timed
+            steps.
+    """
+    device = best_device()
+    torch.set_num_threads(job["threads"])
+    step = build_stepper(STEPS_BY_NAME[job["path"]](StepInputs.from_job(job, device)))
+    return {"loss": float(step()), **measure_footprint(step, device, job["repeats"])._asdict()}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from scripts.bench.harness import run_worker
 from scripts.bench.peer_steps import (
     STEPS_BY_NAME,
     StepInputs,
-    StepJob,
     build_stepper,
 )
 
@@ -27,13 +26,9 @@ DEPTHS = (3, 7)
 """Steps of the training-time test of `eagle3` and `eagle3_7`."""
 
 
-def job(path: str, depth: int) -> StepJob:
-    return StepJob(path=path, depth=depth, **SIZES)
-
-
 def losses(path: str, depth: int, num_steps: int) -> list[float]:
-    asked = job(path, depth)
-    step = build_stepper(STEPS_BY_NAME[path](asked, StepInputs.from_job(asked, CPU)))
+    inputs = StepInputs.from_job(SIZES | {"depth": depth}, CPU)
+    step = build_stepper(STEPS_BY_NAME[path](inputs))
     return [float(step()) for _ in range(num_steps)]
 
 
@@ -43,7 +38,7 @@ def here(_worker: str, question: dict[str, Any], _launch: list[str]) -> dict[str
 
 
 def test_documents_have_prompts_longer_than_any_depth() -> None:
-    text = StepInputs.from_job(job("medusa", 4), CPU).text
+    text = StepInputs.from_job(SIZES | {"depth": 4}, CPU).text
     documents, answers = text["document_ids"][0], text["loss_mask"][0]
     assert {row.shape for row in text.values()} == {(1, 256)}
     for number in documents.unique():
