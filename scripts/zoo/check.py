@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from conf.errors import InputError
-from conf.files import write_atomically
+from conf.files import make_folder, write_atomically
 from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import MedusaConfig
 from conf.settings.target import TargetConfig
@@ -104,24 +104,25 @@ Results = dict[str, dict[str, Any]]
 
 
 def main(config: TargetsRun) -> None:
-    """Check the model types, print how many work, and write `targets.md` and `targets.json`."""
-    names = choose_model_types(config.model_types)
-    out_dir = Path(config.out_dir)
-    try:
-        (out_dir / "found").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out_dir={out_dir}: cannot write there: {error}") from error
+    """Check the model types, print how many work, and write `targets.md` and `targets.json`.
+
+    Raises:
+        InputError: transformers has no such causal or image-text-to-text model.
+    """
+    known, out_dir = list_model_types(), Path(config.out_dir)
+    for name in config.model_types:
+        if name not in known:
+            raise InputError(f"model_types: {name} is unknown; allowed: {known}")
+    names = config.model_types or known
+    make_folder(out_dir / "found")
     targets = [name for name in names if name not in NO_TARGET]
     left = [name for name in targets if not get_result_path(out_dir, name).is_file()]
-    if left:
-        PROCESSES.set_forkserver_preload(["scripts.zoo.check"])
+    PROCESSES.set_forkserver_preload(["scripts.zoo.check"])
     with tqdm(left, unit="model type") as bar:
         for name in bar:
             bar.set_postfix_str(name)
             check_in_process(out_dir, name, config.timeout)
-    results = {
-        n: json.loads(get_result_path(out_dir, n).read_text()) for n in names if n not in NO_TARGET
-    }
+    results = {name: json.loads(get_result_path(out_dir, name).read_text()) for name in targets}
     left_out = {name: NO_TARGET[name] for name in names if name in NO_TARGET}
     content = {
         "transformers": transformers.__version__,
@@ -137,19 +138,6 @@ def main(config: TargetsRun) -> None:
     write_atomically(out_dir / "targets.md", build_table(results, left_out))
     print(format_counts(results))
     print(f"wrote {out_dir / 'targets.md'} and {out_dir / 'targets.json'}")
-
-
-def choose_model_types(names: list[str]) -> list[str]:
-    """Choose the model types to check: the named ones, or all.
-
-    Raises:
-        InputError: transformers has no such causal or image-text-to-text model.
-    """
-    known = list_model_types()
-    for name in names:
-        if name not in known:
-            raise InputError(f"model_types: {name} is unknown; allowed: {known}")
-    return names or known
 
 
 def get_result_path(out_dir: Path, name: str) -> Path:
@@ -293,7 +281,11 @@ class _Checks:
         """Run every column after the check."""
         with self.findings.open_column("loads"):
             self._stop_at([])
-            self.texts = self._generate_texts()
+            # One text after another, as `generate` must not see padding.
+            self.texts = [
+                hf_generate(self.target, [prompt], NUM_NEW, GREEDY, 0)[0].token_ids
+                for prompt in self.prompts
+            ]
             self._check_saved_model()
         if not self.texts:
             return
@@ -335,13 +327,6 @@ class _Checks:
         )
         self._check_texts([Generation(whole)])
 
-    def _generate_texts(self) -> list[list[int]]:
-        """Generate one text after another, as `generate` must not see padding."""
-        return [
-            hf_generate(self.target, [prompt], NUM_NEW, GREEDY, 0)[0].token_ids
-            for prompt in self.prompts
-        ]
-
     def _check_lossless(self, kind: type[Oracle], tree: Tree, num_texts: int) -> None:
         """Check drafts of which RATE are right, for the first `num_texts` prompts together."""
         drafter = kind(self.texts[:num_texts], tree, RATE, self.target.vocab_size)
@@ -350,6 +335,7 @@ class _Checks:
     def _decode_texts(self, drafter: Drafter, num_texts: int = 1) -> list[Generation]:
         return decode_batch(self.target, drafter, self.prompts[:num_texts], NUM_NEW)
 
+    @torch.no_grad()
     def _check_texts(self, texts: list[Generation]) -> None:
         stops = StopRules.from_target(self.target)
         wrong = []
@@ -358,17 +344,13 @@ class _Checks:
             if generation.token_ids == expected:
                 continue
             place = count_common_prefix(generation.token_ids, expected)
-            margin = self._compute_margin(prompt + expected[:place])
+            ids = torch.tensor([prompt + expected[:place]])
+            logits = self.target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            margin = -logits.topk(2).values.diff().item()
             if margin >= TIE:
                 wrong.append(f"from token {place} of {len(expected)}, margin there {margin:.2g}")
         if wrong:
             raise Differs(f"{len(wrong)} of {len(texts)} texts, the first {wrong[0]}")
-
-    @torch.no_grad()
-    def _compute_margin(self, ids: list[int]) -> float:
-        logits = self.target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        first, second = logits.float().topk(2).values.tolist()
-        return first - second
 
     def _check_medusa(self) -> None:
         head = MedusaHead.from_target(self.target, 3, 1)
@@ -403,10 +385,8 @@ class _Checks:
         with self.findings.open_column("replay"):
             replayed = replay_response(self.target, head, tree, self.prompts[0], self.texts[0])
             self.findings.tau.setdefault(name, round(tau([PromptSteps("all", replayed)]), 3))
-            if replayed != decoded[0].steps:
-                lengths = [
-                    [step.num_accepted for step in each] for each in (replayed, decoded[0].steps)
-                ]
+            if replayed != (steps := decoded[0].steps):
+                lengths = ([step.num_accepted for step in each] for each in (replayed, steps))
                 place = count_common_prefix(*lengths)
                 raise Differs(f"{name}, from pass {place} of {len(replayed)}")
 
@@ -484,15 +464,14 @@ def format_row(name: str, result: dict[str, Any]) -> str:
     for head, accepted in result.get("tau", {}).items():
         cells[COLUMNS.index(head)] += f", tau {accepted:.2f}"
     attention = result.get("attention", "").split(":")[0]
-    made, how = result.get("made"), ""
-    if made is not None:
-        by_hand = "; ".join(
-            ", ".join(f"{key}={value}" for key, value in settings.items())
+    how = []
+    if made := result.get("made"):
+        by_hand = (
+            ", ".join(f"{key}={value}" for key, value in settings.items()).replace("|", "/")
             for settings in made["by_hand"].values()
         )
-        settings_text = by_hand.replace("|", "/")
-        how = f"{made['class']}, {made['layers']}" + (f"; {settings_text}" if settings_text else "")
-    return f"| {name} | {' | '.join(cells)} | {attention} | {how} |"
+        how = [f"{made['class']}, {made['layers']}", *by_hand]
+    return f"| {name} | {' | '.join(cells)} | {attention} | {'; '.join(how)} |"
 
 
 def format_reason(result: dict[str, Any]) -> str:

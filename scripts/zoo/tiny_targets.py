@@ -8,8 +8,7 @@ settings by hand, and some model types are no targets: the tables come first.
 import json
 import math
 import re
-import shutil
-from functools import lru_cache
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from heads.folders import write_folder
 from scripts.embedded.make import train_tokenizer
 
 MADE_FILE = "made.json"
@@ -208,12 +208,7 @@ def make_tiny_target(model_type: str, root: Path) -> Path:
     """
     folder = root / model_type
     if not (folder / MADE_FILE).is_file():
-        staging = folder.with_name(f"{model_type}.partial")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        _make_model(model_type, staging)
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+        write_folder(folder, partial(_make_model, model_type))
     return folder
 
 
@@ -225,16 +220,12 @@ def _make_model(model_type: str, folder: Path) -> None:
     model, weights = make_random_model(getattr(transformers, name), config)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
-    _make_tokenizer().save_pretrained(folder)
-    text = config.get_text_config(decoder=True)
+    train_tokenizer(list(TEXT), NUM_TOKENS, CONTEXT).save_pretrained(folder)
+    types = _list_config_types(config)
     made = {
         "class": name,
-        "layers": _format_layers(text),
-        "by_hand": {
-            each: MANUAL_SETTINGS[each]
-            for each in _list_config_types(config)
-            if each in MANUAL_SETTINGS
-        },
+        "layers": _format_layers(config.get_text_config(decoder=True)),
+        "by_hand": {each: MANUAL_SETTINGS[each] for each in types if each in MANUAL_SETTINGS},
         **weights,
         "num_parameters": sum(each.numel() for each in model.parameters()),
     }
@@ -349,9 +340,9 @@ def _shorten_layer_lists(config: Any) -> dict[str, Any]:
         for key, value in vars(config).items()
         if isinstance(value, list | tuple) and len(value) == count and key not in INDEXES
     }
-    numbered = [key for key, value in lists.items() if value == list(range(len(value)))]
-    for key in numbered:  # indices of layers, not kinds
-        del lists[key]
+    # Indices of layers, not kinds.
+    numbered = [key for key in lists if lists[key] == list(range(len(lists[key])))]
+    lists = {key: value for key, value in lists.items() if key not in numbered}
     if not lists or not isinstance(count, int):
         return {}
     chosen_layers = {value.index(kind) for value in lists.values() for kind in value}
@@ -414,8 +405,7 @@ def make_random_model(kind: Any, config: Any) -> tuple[Any, dict[str, Any]]:
         scale_weights(model, gain, embedding)
         facts = {"gain": gain, "embedding": embedding, **measure_text_quality(model)}
         fit = min(facts["num_distinct_tokens"] / DISTINCT, 1) * min(facts["reach"] / REACH, 1)
-        if fit > best[0]:
-            best = fit, model, facts
+        best = max(best, (fit, model, facts), key=lambda each: each[0])
         if fit == 1:
             break
     return best[1:]
@@ -506,8 +496,3 @@ def measure_text_quality(model: Any) -> dict[str, Any]:
         "num_distinct_tokens": len(set(text[0, PROMPT.shape[1] :].tolist())),
         "reach": round((logits - moved).std().item() / max(deviation, 1e-6), 3),
     }
-
-
-@lru_cache(maxsize=1)
-def _make_tokenizer() -> Any:
-    return train_tokenizer(list(TEXT), NUM_TOKENS, CONTEXT)
