@@ -60,7 +60,7 @@ from conf.command.run_record import (
     to_json,
 )
 from conf.errors import InputError
-from conf.files import LOCK_NAME, lock_file, write_atomically
+from conf.files import LOCK_NAME, load_json, lock_file, make_folder, write_atomically
 from conf.settings.data import DataRun, RowsConfig
 from conf.settings.scripts import ContestPart
 from conf.settings.target import TargetConfig
@@ -94,12 +94,8 @@ def main(config: ContestRun) -> None:
     fill_default_paths(config)
     fill_default_paths(DataRun(config.target, config.prompts), prompts=True)
     out_dir = Path(config.out_dir).absolute()
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(out_dir / LOCK_NAME)
-    except OSError as error:
-        raise InputError(f"out_dir={config.out_dir}: cannot write there: {error}") from error
-    with lock, raise_on_sigterm():
+    make_folder(out_dir)
+    with lock_file(out_dir / LOCK_NAME), raise_on_sigterm():
         claim_folder(config, out_dir)
         end_orphans(out_dir)
         print(f"{', '.join(entrant.label for entrant in entrants)}: {num_steps} steps each")
@@ -143,7 +139,9 @@ def claim_folder(config: ContestRun, out_dir: Path) -> None:
     Raises:
         InputError: the folder holds something else.
     """
-    path, now = out_dir / "settings.json", list_deciding_settings(config)
+    free = {"out_dir", "parts", "launch", "num_threads"}  # decide no result
+    now = {key: value for key, value in to_json(config).items() if key not in free}
+    path, now = out_dir / "settings.json", flatten_settings(now)
     if path.exists():
         before = json.loads(path.read_text())
         before.pop("probe_steps", None)  # of contests that planned
@@ -154,14 +152,6 @@ def claim_folder(config: ContestRun, out_dir: Path) -> None:
             f"out_dir={out_dir}: is not empty and holds no contest; name another folder"
         )
     write_atomically(path, json.dumps(now, indent=1) + "\n")
-
-
-def list_deciding_settings(config: ContestRun) -> dict[str, Any]:
-    """Return the settings that affect the result of a contest, by dotted key."""
-    free = {"out_dir", "parts", "launch", "num_threads"}
-    return flatten_settings(
-        {key: value for key, value in to_json(config).items() if key not in free}
-    )
 
 
 @dataclass(frozen=True)
@@ -375,11 +365,11 @@ def write_report(ways: dict[str, dict[str, str]], out_dir: Path, num_steps: int)
         InputError: a measurement is missing, or heads were trained on different texts.
     """
     check_same_data(list(ways), out_dir)
-    speed = _load_result(out_dir, "speed/speedup.json")
+    speed = _load_result(out_dir / "speed/speedup.json")
     label, method = find_winner(speed, ways)
     order = [label, *(name for name in ways if name != label)]
     for name in order:
-        _load_result(out_dir, f"acceptance/{name}/acceptance.json")
+        _load_result(out_dir / f"acceptance/{name}/acceptance.json")
     figures = collect_method_figures(speed, ways, method)
     verdict = f"{label} wins, drafting by {method}."
     faster = list(figures)[: list(figures).index(method)]
@@ -416,7 +406,8 @@ def check_same_data(labels: list[str], out_dir: Path) -> None:
         InputError: the data differ; names the heads and the differences.
     """
     data = {
-        label: _load_result(out_dir, f"heads/{label}/head/{PROVENANCE}")["data"] for label in labels
+        label: _load_result(out_dir / f"heads/{label}/head" / PROVENANCE)["data"]
+        for label in labels
     }
     (first, reference), *others = data.items()
     for label, facts in others:
@@ -427,11 +418,11 @@ def check_same_data(labels: list[str], out_dir: Path) -> None:
         )
 
 
-def _load_result(out_dir: Path, name: str) -> dict[str, Any]:
-    path = out_dir / name
-    if not path.exists():
+def _load_result(path: Path) -> dict[str, Any]:
+    content = load_json(path)
+    if content is None:
         raise InputError(f"parts: {path} is missing; run the other parts before report")
-    return dict(json.loads(path.read_text()))
+    return content
 
 
 def find_winner(speed: dict[str, Any], ways: dict[str, dict[str, str]]) -> tuple[str, str]:
@@ -461,14 +452,12 @@ def collect_method_figures(
     for name in sorted(speed["methods"], key=partial(compute_score, speed), reverse=True):
         row = speed["methods"][name]
         more, interval = compare_tau(reference, row["prompts"], seed=0)
-        sizes = {}
-        for size, at_size in speed["concurrency"].items():
-            measured = at_size["methods"][name]
-            sizes[size] = {
-                "measured": measured["tokens_per_s"],
-                "speedup": measured["speedup"],
-                "speedup_ci95": measured["speedup_ci95"],
-            }
+        rows = {size: each["methods"][name] for size, each in speed["concurrency"].items()}
+        sizes = {
+            size: {"measured": each["tokens_per_s"]}
+            | {key: each[key] for key in ("speedup", "speedup_ci95")}
+            for size, each in rows.items()
+        }
         figures[name] = {
             "label": labels.get(name), "tau": row["tau"], "more": more, "more_ci95": interval,
             "sizes": sizes,
