@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from data.features.store_writer import SHARD_BYTES, PlannedShard, ShardWriterPoo
 from eval.measure.measurement import join_processes
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
-from scripts.bench.harness import Figures
+from scripts.bench.harness import Figures, best_device
 from scripts.bench.training import RunSizes, make_random_target
 from scripts.capture import (
     ROWS_PER_CHUNK,
@@ -43,20 +44,16 @@ SIZES = {
     "8b": (RunSizes(hidden=2048, layers=16, dtype="bfloat16"), 60, 1024, 10),
 }
 """Target, number of packed sequences, their tokens, and sequences that are timed at once."""
-STORED = [
-    (StateFormat.bf16, TeacherKind.hidden),
-    (StateFormat.int8, TeacherKind.hidden),
-    (StateFormat.int8, TeacherKind.top_k),
-    (StateFormat.fp8, TeacherKind.top_k),
-]
-
-
-def replace_storage(
-    contents: StoreContents, state_format: StateFormat, teacher: TeacherKind
-) -> StoreContents:
-    """Return the contents of a store with another format of states and kind of teacher."""
-    k = CaptureRun().top_k if teacher is TeacherKind.top_k else 0
-    return replace(contents, format=state_format, teacher=teacher, top_k=k)
+STORED: dict[str, dict[str, Any]] = {
+    f"{kind.value}, {teacher.value}": {"format": kind, "teacher": teacher, "top_k": k}
+    for kind, teacher, k in (
+        (StateFormat.bf16, TeacherKind.hidden, 0),
+        (StateFormat.int8, TeacherKind.hidden, 0),
+        (StateFormat.int8, TeacherKind.top_k, CaptureRun().top_k),
+        (StateFormat.fp8, TeacherKind.top_k, CaptureRun().top_k),
+    )
+}
+"""Contents of the stores that are written, by their labels."""
 
 
 @torch.no_grad()
@@ -81,27 +78,23 @@ def capture_to_disk(work: CaptureJob, target: Target, shard: PlannedShard) -> No
         capture_shard(work, shard, target, source, writers, tqdm(disable=True))
 
 
-def measure_run_seconds(run: Callable[[], None]) -> float:
-    """Measure the seconds of a call, including the work of GPU and disk.
-
-    On a CPU this is the processor time of all threads, which other programs hardly change.
-    """
-    cuda = torch.cuda.is_available()
-    watch = Stopwatch(torch.device("cuda" if cuda else "cpu"))
-    run()
-    return watch.seconds() if cuda else watch.processor_seconds()
-
-
 def measure_run_rates(
     runs: dict[str, Callable[[PlannedShard], None]], shards: list[PlannedShard]
 ) -> dict[str, list[float]]:
-    """Measure tokens/s of each run on each shard, in turn; the first shard warms up."""
+    """Measure tokens/s of each run on each shard, in turn; the first shard warms up.
+
+    Seconds include the work of GPU and disk. On a CPU they are the processor time of all threads,
+    which other programs hardly change.
+    """
+    device = best_device()
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for number, shard in enumerate(tqdm(shards, desc="measuring", unit="group")):
         for name, run in runs.items():
-            speed = shard.num_tokens / measure_run_seconds(partial(run, shard))
+            watch = Stopwatch(device)
+            run(shard)
+            seconds = watch.seconds() if device.type == "cuda" else watch.processor_seconds()
             if number:
-                rates[name].append(speed)
+                rates[name].append(shard.num_tokens / seconds)
     return rates
 
 
@@ -136,22 +129,16 @@ def measure_capture(size: str) -> Figures:
             "the bare pass": partial(run_target_only, work, target, False),
             "pass and logits": partial(run_target_only, work, target, True),
         }
-        for way in STORED:
-            plan = replace(work.plan, contents=replace_storage(work.plan.contents, *way))
+        for name, stored in STORED.items():
+            plan = replace(work.plan, contents=replace(work.plan.contents, **stored))
             stored_work = replace(work, folder=Path(folder), plan=plan)
-            runs[format_run_label(*way)] = partial(capture_to_disk, stored_work, target)
+            runs[name] = partial(capture_to_disk, stored_work, target)
         rates = measure_run_rates(runs, shards)
     speeds = {name: statistics.median(each) for name, each in rates.items()}
     contents = StoreContents(4096, (2, 16, 29), TeacherKind.hidden, 0, StateFormat.bf16)
-    for way in STORED:
-        name = format_run_label(*way)
-        base = "pass and logits" if way[1] is TeacherKind.top_k else "the bare pass"
+    for name, stored in STORED.items():
+        base = "pass and logits" if stored["top_k"] else "the bare pass"
         yield f"{name} over {base}", speeds[name] / speeds[base]
         yield f"tokens/s of {name}", speeds[name]
-        num_bytes = replace_storage(contents, *way).bytes_per_token
+        num_bytes = replace(contents, **stored).bytes_per_token
         yield f"KiB/token of {name}, 3 layers of 4,096", num_bytes / 1024
-
-
-def format_run_label(state_format: StateFormat, teacher: TeacherKind) -> str:
-    """Format the label of a capture: its format of states and its kind of teacher."""
-    return f"{state_format.value}, {teacher.value}"

@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -220,17 +220,11 @@ def start_run(
 def open_run(
     sizes: RunSizes, stored: bool = False
 ) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
-    """Open a run of the training loop before its first step, in a temporary folder.
-
-    Yields:
-        The run and its data.
-    """
+    """Open a run as `start_run` does, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         run, train = start_run(sizes, Path(folder) / "out", stored=stored)
-        try:
+        with closing(run):
             yield run, train
-        finally:
-            run.close()
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
