@@ -91,13 +91,12 @@ from scripts.publish.model_card import (
 from scripts.publish.staging import (
     Renaming,
     check_export_of_head,
-    link_file,
     load_export_folders,
     scrub_private_data,
     scrub_provenance,
     stage_export,
+    stage_file,
     verify_staged_export,
-    write_json,
 )
 
 PICTURES = ("acceptance.png", "speedup.png")
@@ -123,7 +122,7 @@ def main(config: PushRun) -> None:
     terms = check_source_terms(config, provenance, target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
         repos = {config.repo_id: Path(name) / "head"}
-        stage_head(folder, provenance, repos[config.repo_id], Renaming(head.config.target, target))
+        stage_head(folder, repos[config.repo_id], Renaming(head.config.target, target))
         export_facts = []
         for export in exports:
             repo_id, place_in_repo = config.repo_id, export.format.value
@@ -226,23 +225,18 @@ def check_source_terms(
     return terms
 
 
-def stage_head(folder: Path, provenance: dict[str, Any], staged: Path, renaming: Renaming) -> None:
+def stage_head(folder: Path, staged: Path, renaming: Renaming) -> None:
     """Fill `staged` with the head's own files."""
     staged.mkdir()
-    if not provenance:
+    if not (folder / PROVENANCE).is_file():
         print(f"{folder}: has no {PROVENANCE}, so the card cannot tell how it was trained")
     left_out = []
     for path in sorted(folder.iterdir()):
         own = path.name in OWN_JSON or path.name.endswith(OWN_SUFFIXES)
         if not own or not path.is_file() or path.name.startswith((".", *NOT_WEIGHTS)):
             left_out.append(path.name)
-        elif path.name == PROVENANCE:
-            write_json(staged / PROVENANCE, scrub_provenance(renaming.rename_values(provenance)))
-        elif path.name in OWN_JSON:
-            content = renaming.rename_values(load_json(path))
-            write_json(staged / path.name, scrub_private_data(content))
         else:
-            link_file(path, staged / path.name)
+            stage_file(path, staged, renaming)
     if left_out:
         print(f"not part of the head, skipped: {', '.join(left_out)}")
 

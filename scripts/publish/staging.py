@@ -168,19 +168,24 @@ def stage_export(export: ExportFolder, staged: Path, target: str | None) -> None
     record = load_json(export.folder / PROVENANCE) or {}
     renaming = Renaming(str(record["export"].get("target")), target)
     for path in sorted(export.folder.iterdir()):
-        if path.name == PROVENANCE:
-            write_json(staged / PROVENANCE, scrub_provenance(renaming.rename_values(record)))
-        elif path.suffix == ".json":
-            content = renaming.rename_values(load_json(path))
-            write_json(staged / path.name, scrub_private_data(content))
-        elif path.suffix in TEXTS:
+        if path.suffix in TEXTS:
             text = renaming.rename_in_text(path.read_text("utf-8"))
             (staged / path.name).write_text(scrub_private_data(text), "utf-8")
-        elif path.suffix in (WEIGHTS, GGUF):
-            link_file(path, staged / path.name)
+        elif path.suffix in (".json", WEIGHTS, GGUF):
+            stage_file(path, staged, renaming)
     if (export.folder / PARITY).is_file():
         (staged / PARITY).parent.mkdir()
         link_file(export.folder / PARITY, staged / PARITY)
+
+
+def stage_file(path: Path, staged: Path, renaming: Renaming) -> None:
+    """Write a JSON file to `staged` in publishable form; link files of weights and their index."""
+    if path.suffix != ".json" or path.name.endswith(".index.json"):
+        link_file(path, staged / path.name)
+        return
+    scrub = scrub_provenance if path.name == PROVENANCE else scrub_private_data
+    content = scrub(renaming.rename_values(load_json(path)))
+    (staged / path.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def verify_staged_export(
@@ -276,11 +281,6 @@ def _scrub_text(text: str) -> str:
         if PureWindowsPath(path).drive:
             return f"{key}{equals}{PureWindowsPath(path).name}"
     return LOCAL_PATH.sub(r"\1", text)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an object to a JSON file."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def link_file(source: Path, there: Path) -> None:
