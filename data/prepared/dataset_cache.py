@@ -135,9 +135,7 @@ def load_or_prepare_data(
             tqdm.write(f"waiting for {holder}, which is preparing {path}", file=sys.stderr)
 
     try:
-        source = find_source(
-            path, subset=config.subset, split=config.split, streaming=config.streaming
-        )
+        source = find_source(path, config)
         folder = root / _compute_folder_key(
             _compute_source_checksum(source, root), config, tokenizer
         )
@@ -229,9 +227,10 @@ def _find_hub_fingerprint(source: DataSource) -> str:
     from huggingface_hub import HfApi
 
     next(iter_rows(source, hashlib.sha256()), None)  # raises if data are missing
-    if source.streaming:
+    config = source.config
+    if config.streaming:
         return str(HfApi().dataset_info(source.path).sha)
-    loaded = datasets.load_dataset(source.path, name=source.subset, split=source.split)
+    loaded = datasets.load_dataset(source.path, name=config.subset, split=config.split)
     return str(loaded._fingerprint)
 
 

@@ -2,15 +2,16 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from conf.errors import InputError
 from conf.files import find_local_path
@@ -56,46 +57,38 @@ class DataSource:
         path: path as the user typed it.
         files: files in reading order; empty for a Hub dataset.
         left_out: other files of the folder, with the reason why they are not read.
-        subset: configuration of a Hub dataset; None for its default.
-        split: split of a Hub dataset.
-        streaming: whether rows of a Hub dataset are read as they arrive, without storing it.
+        config: settings of a Hub dataset: `subset`, `split` and `streaming`.
     """
 
     path: str
     files: tuple[Path, ...]
     left_out: tuple[str, ...] = ()
-    subset: str | None = None
-    split: str = "train"
-    streaming: bool = False
+    config: RowsConfig = field(default_factory=RowsConfig)
 
 
-def find_source(
-    path: str, *, subset: str | None = None, split: str = "train", streaming: bool = False
-) -> DataSource:
+def find_source(path: str, config: RowsConfig | None = None) -> DataSource:
     """Find the files or the Hub dataset of a path, without reading rows.
 
     Args:
         path: file, folder, dataset written by `save_to_disk`, or Hub dataset id.
-        subset: configuration of a Hub dataset, or its folder or file in a local copy.
-        split: split of a Hub dataset, or of a folder whose files are named after splits. Files
-            named after no split then count as `train`.
-        streaming: whether to read rows of a Hub dataset as they arrive, without storing it.
+        config: data settings; its own `path` is ignored. Files of a folder that are named after no
+            split count as `train` if others are named after splits.
 
     Raises:
         InputError: nothing is there, or no file belongs to the split.
     """
+    config = config or RowsConfig()
     local = find_local_path("data.path", path, DATA_ENDINGS)
     if local is None:
-        return DataSource(path, (), subset=subset, split=split, streaming=streaming)
+        return DataSource(path, (), config=config)
     if local.is_dir():
-        return _find_folder_source(local, path, subset, split)
+        return _find_folder_source(local, path, config.subset, config.split)
     parse_file_ending(local)
     return DataSource(path, (local,))
 
 
 def _find_folder_source(folder: Path, path: str, subset: str | None, split: str) -> DataSource:
-    saved_splits = folder / SAVED_SPLITS
-    if saved_splits.is_file():
+    if (folder / SAVED_SPLITS).is_file():
         names = [part.name for part in sorted(folder.iterdir()) if (part / SAVED_STATE).is_file()]
         if split not in names:
             raise InputError(
@@ -105,29 +98,25 @@ def _find_folder_source(folder: Path, path: str, subset: str | None, split: str)
         return DataSource(path, _list_saved_files(folder / split), others)
     if (folder / SAVED_STATE).is_file():
         return DataSource(path, _list_saved_files(folder))
-    inside = {
-        file: file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()
-    }
-    visible = [f for f, name in inside.items() if not any(p.startswith(".") for p in name.parts)]
+    inside = sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    visible = [file for file in inside if not any(part.startswith(".") for part in file.parts)]
     files = [file for file in visible if _is_data_file(file)]
     if not files:
         raise InputError(f"{path}: no file in this folder ends in {ALLOWED}")
-    of_subset = [f for f in files if subset is None or subset in _list_split_names(inside[f])]
+    of_subset = [file for file in files if subset is None or subset in _list_split_names(file)]
     if not of_subset:
-        all_names = ", ".join(str(inside[file]) for file in files)
         raise InputError(
             f"data.subset={subset}: no file and no folder of {path} has this name; "
-            f"it holds {all_names}"
+            f"it holds {', '.join(map(str, files))}"
         )
-    chosen = _select_split(of_subset, inside, path, split)
+    chosen = _select_split(of_subset, path, split)
     why = f"data.split={split}" if subset is None else f"data.subset={subset} data.split={split}"
-    chosen_set = set(chosen)
-    left_out = [f for f in visible if f not in chosen_set and f.name not in METADATA_FILES]
-    return DataSource(
-        path,
-        tuple(chosen),
-        tuple(f"{inside[f]} ({why if _is_data_file(f) else 'no rows'})" for f in left_out),
+    left_out = tuple(
+        f"{file} ({why if _is_data_file(file) else 'no rows'})"
+        for file in sorted({*visible} - {*chosen})
+        if file.name not in METADATA_FILES
     )
+    return DataSource(path, tuple(folder / file for file in chosen), left_out)
 
 
 def _list_saved_files(folder: Path) -> tuple[Path, ...]:
@@ -148,9 +137,9 @@ def _is_data_file(file: Path) -> bool:
     return file.name.lower().endswith(DATA_ENDINGS) and file.name not in METADATA_FILES
 
 
-def _select_split(files: list[Path], inside: dict[Path, Path], path: str, split: str) -> list[Path]:
+def _select_split(files: list[Path], path: str, split: str) -> list[Path]:
     """Select the files of a split; return all files if none is named after a split."""
-    names = {file: [name.lower() for name in _list_split_names(inside[file])] for file in files}
+    names = {file: [name.lower() for name in _list_split_names(file)] for file in files}
     splits = {file: _find_split_name(names[file]) for file in files}
     if not any(splits.values()):
         return files
@@ -161,9 +150,9 @@ def _select_split(files: list[Path], inside: dict[Path, Path], path: str, split:
         if (split in names[file] if usual_name is None else (splits[file] or "train") == usual_name)
     ]
     if not chosen:
-        listed = ", ".join(str(inside[file]) for file in files)
         raise InputError(
-            f"data.split={split}: no file of {path} is named after it; it holds {listed}"
+            f"data.split={split}: no file of {path} is named after it; it holds "
+            f"{', '.join(map(str, files))}"
         )
     return chosen
 
@@ -222,13 +211,6 @@ def check_data_paths(config: RowsConfig, section: str = "data") -> None:
         )
 
 
-class Digest(Protocol):
-    """Checksum of bytes, e.g. `hashlib.sha256()`."""
-
-    def update(self, data: bytes, /) -> object:
-        """Add the next bytes to the checksum."""
-
-
 @dataclass(frozen=True)
 class Row:
     """Row as stored in the data.
@@ -260,7 +242,7 @@ class Row:
         return Row(self.location, problem=problem)
 
 
-def iter_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
+def iter_rows(source: DataSource, digest: "hashlib._Hash") -> Iterator[Row]:
     """Yield the rows of a source; lines of JSON stay undecoded.
 
     Memory does not grow with file size, except for JSON lists, which are decoded whole.
@@ -294,19 +276,19 @@ def _iter_lines(file: Path) -> Iterator[bytes]:
         raise InputError(f"{file}: cannot be read: {error}") from None
 
 
-def _iter_hashed_lines(file: Path, digest: Digest) -> Iterator[bytes]:
+def _iter_hashed_lines(file: Path, digest: "hashlib._Hash") -> Iterator[bytes]:
     for line in _iter_lines(file):
         digest.update(line)
         yield line
 
 
-def _iter_json_lines(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_json_lines(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
         if line.strip():
             yield Row(f"{file}:{number}", raw=line)
 
 
-def _iter_json_rows(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_json_rows(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     """Yield the objects of a JSON file: a list, or one after another, per line or as from `jq`."""
     if _holds_lines(file):
         yield from _iter_json_lines(file, digest)
@@ -350,11 +332,19 @@ def _holds_lines(file: Path) -> bool:
     return True
 
 
-def _iter_csv_rows(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_csv_rows(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     """Yield the rows of a CSV file, with the names in its first line as fields."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if parse_file_ending(file) == ".tsv" else ","
-    reader = csv.reader(_iter_decoded_lines(file, digest), delimiter=delimiter, strict=True)
+
+    def iter_texts() -> Iterator[str]:
+        for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{file}:{number}: not UTF-8 (at byte {error.start})") from None
+
+    reader = csv.reader(iter_texts(), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
         if len(set(names)) < len(names):
@@ -372,50 +362,15 @@ def _iter_csv_rows(file: Path, digest: Digest) -> Iterator[Row]:
         raise InputError(f"{file}:{reader.line_num}: {error}") from None
 
 
-def _iter_decoded_lines(file: Path, digest: Digest) -> Iterator[str]:
-    for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{file}:{number}: not UTF-8 (at byte {error.start})") from None
-
-
-def _iter_parquet_rows(file: Path, digest: Digest) -> Iterator[Row]:
-    from pyarrow import parquet
-
-    def batches() -> Iterator:
-        return parquet.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS)
-
-    return _iter_table_rows(file, digest, "Parquet", batches)
-
-
-def _iter_arrow_rows(file: Path, digest: Digest) -> Iterator[Row]:
+def _iter_table_rows(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     import pyarrow
 
-    def batches() -> Iterator:
-        with pyarrow.memory_map(str(file)) as mapped:
-            try:
-                reader = pyarrow.ipc.open_file(mapped)
-            except pyarrow.ArrowInvalid:
-                yield from pyarrow.ipc.open_stream(mapped)
-            else:
-                for index in range(reader.num_record_batches):
-                    yield reader.get_batch(index)
-
-    return _iter_table_rows(file, digest, "Arrow", batches)
-
-
-def _iter_table_rows(
-    file: Path, digest: Digest, name: str, batches: Callable[[], Iterator]
-) -> Iterator[Row]:
-    import pyarrow
-
-    number = 0
+    number, name = 0, parse_file_ending(file).removeprefix(".").capitalize()
     try:
         with file.open("rb") as stream:
             for chunk in iter(lambda: stream.read(1 << 20), b""):
                 digest.update(chunk)
-        for batch in batches():
+        for batch in _iter_table_batches(file):
             batch.validate(full=True)  # a damaged batch may point beyond its end
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 for value in batch.slice(start, BATCH_ROWS).to_pylist():
@@ -423,6 +378,22 @@ def _iter_table_rows(
                     yield Row(f"{file}[row {number}]", value=_drop_empty_fields(value))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: not a readable {name} file: {error}") from None
+
+
+def _iter_table_batches(file: Path) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import parquet
+
+    if parse_file_ending(file) == ".parquet":
+        yield from parquet.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS)
+        return
+    with pyarrow.memory_map(str(file)) as mapped:
+        try:
+            reader = pyarrow.ipc.open_file(mapped)
+        except pyarrow.ArrowInvalid:
+            yield from pyarrow.ipc.open_stream(mapped)
+        else:
+            yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _drop_empty_fields(value: object) -> object:
@@ -439,46 +410,40 @@ def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: part for key, part in fields.items() if part is not None}
 
 
-def _iter_hub_rows(source: DataSource, digest: Digest) -> Iterator[Row]:
-    for number, row in enumerate(_iter_hub_dataset(source), 1):
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
-        location = f"{source.path}[{source.split}]:{number}"
-        yield Row(location, value=_drop_empty_fields(row))
-
-
-def _iter_hub_dataset(source: DataSource) -> Iterator[dict[str, Any]]:
+def _iter_hub_rows(source: DataSource, digest: "hashlib._Hash") -> Iterator[Row]:
     import datasets
 
-    path, subset, split = source.path, source.subset, source.split
-    num_read = 0
+    config, number = source.config, 0
     try:
-        for row in datasets.load_dataset(
-            path, name=subset, split=split, streaming=source.streaming
-        ):
-            yield row
-            num_read += 1
+        rows = datasets.load_dataset(
+            source.path, name=config.subset, split=config.split, streaming=config.streaming
+        )
+        for number, row in enumerate(rows, 1):
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            location = f"{source.path}[{config.split}]:{number}"
+            yield Row(location, value=_drop_empty_fields(row))
     # Clients, decoders and builders of datasets raise errors of many kinds.
     except Exception as error:
-        settings = f"(data.subset={subset or 'null'}, data.split={split})"
+        settings = f"(data.subset={config.subset or 'null'}, data.split={config.split})"
         what = (
-            f"reading row {num_read + 1} of the Hub dataset {settings} failed"
-            if num_read
+            f"reading row {number + 1} of the Hub dataset {settings} failed"
+            if number
             else f"no such file or folder, and loading it as a Hub dataset {settings} failed"
         )
         raise InputError(
-            f"data.path={path}: {what}: {str(error) or type(error).__name__}; start again, or name "
-            "files of its rows"
+            f"data.path={source.path}: {what}: {str(error) or type(error).__name__}; start again, "
+            "or name files of its rows"
         ) from error
 
 
-READERS: dict[str, Callable[[Path, Digest], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, "hashlib._Hash"], Iterator[Row]]] = {
     ".jsonl": _iter_json_lines,
     ".ndjson": _iter_json_lines,
     ".json": _iter_json_rows,
     ".csv": _iter_csv_rows,
     ".tsv": _iter_csv_rows,
-    ".parquet": _iter_parquet_rows,
-    ".arrow": _iter_arrow_rows,
+    ".parquet": _iter_table_rows,
+    ".arrow": _iter_table_rows,
 }
 
 

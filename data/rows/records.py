@@ -179,7 +179,7 @@ def load_records(path: str, config: RowsConfig | None = None) -> LoadedRecords:
         InputError: missing data, no rows, mixed forms, or a malformed row.
     """
     config = config or RowsConfig()
-    source = find_source(path, subset=config.subset, split=config.split, streaming=config.streaming)
+    source = find_source(path, config)
     digest = hashlib.sha256()
     rows = iter_rows(source, digest)
     first = list(islice(rows, NUM_ROWS_TO_DETECT))

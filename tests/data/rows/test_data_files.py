@@ -194,12 +194,12 @@ def test_files_of_a_folder(folder, names, split, read, left_out):
 
 def test_configurations_in_folders(folder):
     path = folder("main/train.jsonl", "main/test.jsonl", "socratic/train.jsonl")
-    source = find_source(str(path), subset="main")
+    source = find_source(str(path), DataConfig(subset="main"))
     assert source.files == (path / "main/train.jsonl",)
     why = "(data.subset=main data.split=train)"
     assert source.left_out == (f"main/test.jsonl {why}", f"socratic/train.jsonl {why}")
     with pytest.raises(InputError, match=r"data.subset=other: no file and no folder of .* has"):
-        find_source(str(path), subset="other")
+        find_source(str(path), DataConfig(subset="other"))
 
 
 def test_a_split_that_no_file_is_named_for(folder):
