@@ -20,8 +20,8 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
-from heads.decoding.drafting import Drafter
-from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
+from heads.decoding.drafting import PAD, Drafter
+from heads.decoding.head_drafter import FeatureDrafter
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DraftShape, DynamicShape
 from heads.draft_head import UNKNOWN, DraftHead
@@ -48,15 +48,13 @@ class FeatureHead(DraftHead):
     """Head over hidden states, with an embedding and an output head of its own or the target's.
 
     Attributes:
-        chain_drafter: class of the head's drafter of chains.
-        tree_drafter: class of the head's drafter of dynamic trees.
+        drafter: class of the head's drafters, of chains and dynamic trees.
         fc: fusion layer; its weight has the head's dtype.
         lm_head: [W, H]; None drafts with the target's output head.
         embed_tokens: [V, H] frozen; None uses the target's embedding.
     """
 
-    chain_drafter: ClassVar[type[ChainDrafter]]
-    tree_drafter: ClassVar[type[DynamicTreeDrafter]]
+    drafter: ClassVar[type[FeatureDrafter]]
     output_head_patterns: ClassVar[tuple[str, ...]] = (r"lm_head\.weight",)
     compiled_modules: ClassVar[tuple[type[nn.Module], ...]] = (LlamaMLP,)
     max_positions: int
@@ -99,9 +97,43 @@ class FeatureHead(DraftHead):
 
     def make_drafter(self, shape: DraftShape, sampling: Sampling, seeds: Sequence[int]) -> Drafter:
         """Make a drafter: chains sample like the target, and dynamic trees are ranked."""
-        if isinstance(shape, DynamicShape):
-            return self.tree_drafter(self, shape)
-        return self.chain_drafter(self, shape.depth, sampling, drafter_seeds(seeds))
+        limits = shape if isinstance(shape, DynamicShape) else shape.depth
+        return self.drafter(self, limits, sampling, drafter_seeds(seeds))
+
+    @torch.no_grad()
+    def compute_candidates(
+        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    ) -> Tensor:
+        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
+        ids = torch.tensor(token_ids, device=output.hidden_states.device)
+        best = self.rank_drafts(self.collect_features(output)[0], ids, first, depth, width)
+        rows = torch.arange(first, len(ids) - 1, device=ids.device) + self.draft_offset
+        reached = rows + torch.arange(depth, device=ids.device).unsqueeze(1)
+        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
+
+    @abstractmethod
+    def rank_drafts(
+        self, features: Tensor, ids: Tensor, first: int, depth: int, width: int
+    ) -> Tensor:
+        """Rank the tokens of each depth along a text: the best [depth, n, width] int64.
+
+        Args:
+            features: [S, F] hidden states of the target.
+            ids: [S + 1] int64, the text and its next token.
+            first: first token to draft from; n = S - first.
+            depth: draft tokens per chain.
+            width: candidates per depth.
+        """
+
+    @property
+    def draft_offset(self) -> int:
+        """Return the positions from a known token to the row that drafts first after it."""
+        return 0
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers that keep keys and values of a text."""
+        return self.config.llama.num_hidden_layers
 
     @property
     def dtype(self) -> torch.dtype:

@@ -26,14 +26,14 @@ from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
 from heads.blocks.block_head import BlockHead
-from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.drafter import BlockDrafter
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
-from heads.eagle.peagle import PEagleChain, PEagleHead, PEagleTree
+from heads.eagle.peagle import PEagleDrafter, PEagleHead
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.model import Target, TargetOutput
 
@@ -115,14 +115,14 @@ EVERY_DRAFTER: dict[str, Make] = {
     "none": lambda *_: NoDraft(),
     "medusa chain": lambda *_: MedusaDrafter(medusa(), Tree.make_chain(3)),
     "medusa tree": lambda *_: MedusaDrafter(medusa(), TREE),
-    "eagle chain": lambda how, seeds: EagleChain(small_models()[0], 5, how, drafter_seeds(seeds)),
-    "eagle tree": lambda *_: EagleTree(small_models()[0], DynamicShape(5, 3, 8)),
-    "dflash tree": lambda *_: BlockTree(blocks("dflash"), DynamicShape(4, 3, 8)),
-    "dspark chain": lambda how, seeds: BlockChain(
+    "eagle chain": lambda how, seeds: EagleDrafter(small_models()[0], 5, how, drafter_seeds(seeds)),
+    "eagle tree": lambda *_: EagleDrafter(small_models()[0], DynamicShape(5, 3, 8)),
+    "dflash tree": lambda *_: BlockDrafter(blocks("dflash"), DynamicShape(4, 3, 8)),
+    "dspark chain": lambda how, seeds: BlockDrafter(
         blocks("dspark, rnn"), 5, how, drafter_seeds(seeds)
     ),
-    "peagle chain": lambda how, seeds: PEagleChain(peagle(), 4, how, drafter_seeds(seeds)),
-    "peagle tree": lambda *_: PEagleTree(peagle(), DynamicShape(4, 3, 9)),
+    "peagle chain": lambda how, seeds: PEagleDrafter(peagle(), 4, how, drafter_seeds(seeds)),
+    "peagle tree": lambda *_: PEagleDrafter(peagle(), DynamicShape(4, 3, 9)),
     "draft chain": drafting(Tree.make_chain(5)),
     "draft tree": drafting(TREE),
     "heuristic": drafting(Tree.make_chain(8), DraftLength(start=2)),

@@ -18,7 +18,7 @@ from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
 from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
-from heads.decoding.head_drafter import DynamicTreeDrafter
+from heads.decoding.head_drafter import FeatureDrafter
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
 
@@ -118,7 +118,7 @@ class DrawnTree:
     def from_expanded_tree(
         cls, tokens: list[int], scores: list[float], parents: list[int], future: list[int]
     ) -> "DrawnTree":
-        """Follow a text from a position on through a tree of `DynamicTreeDrafter.expand_trees`."""
+        """Follow a text from a position on through a tree of `FeatureDrafter.expand_trees`."""
         depths = [0]
         for parent in parents:
             depths.append(depths[parent] + 1)
@@ -144,7 +144,7 @@ class DrawnTree:
 class TreeRecorder(Drafter):
     """Draws trees at every token of the target's own text, and proposes nothing."""
 
-    def __init__(self, drafters: Sequence[DynamicTreeDrafter]) -> None:
+    def __init__(self, drafters: Sequence[FeatureDrafter]) -> None:
         self.drafters, self.plain, self.taps = drafters, NoDraft(), drafters[0].taps
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
@@ -191,7 +191,7 @@ class DynamicTreeReplay:
     def from_prompts(
         cls,
         target: Target,
-        make: Callable[[DynamicShape], DynamicTreeDrafter],
+        make: Callable[[DynamicShape], FeatureDrafter],
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         depth: int,

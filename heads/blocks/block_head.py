@@ -15,7 +15,7 @@ blocks, R rows, D depths, H hidden, F width of the hidden states, W draft vocabu
 L layers of the target, K key-value heads, d head size.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from conf.errors import InputError
 from conf.settings.blocks import BlockConfig
 from conf.settings.export import ExportFormat
 from heads.blocks.checkpoint import BlockCheckpoint
-from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.drafter import BlockDrafter
 from heads.blocks.layouts import (
     BlockHeadConfig,
     BlockLayout,
@@ -40,7 +40,6 @@ from heads.blocks.layouts import (
     find_export_problem,
     format_serve_command,
 )
-from heads.decoding.drafting import PAD
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, check_fits
 from heads.feature_head import (
     ConfigVariants,
@@ -169,8 +168,7 @@ class BlockHead(FeatureHead):
     slot_description: ClassVar[str] = ""
     is_anchored: ClassVar[bool] = False
     implemented: ClassVar[Collection[str]] = ()
-    chain_drafter = BlockChain
-    tree_drafter = BlockTree
+    drafter = BlockDrafter
     ambiguities: ClassVar[tuple[Callable[[Any], ConfigVariants], ...]] = (iter_block_variants,)
     pruning_hint = "heads trained with head.own_output_head=true"
 
@@ -296,42 +294,48 @@ class BlockHead(FeatureHead):
         del outputs, previous_ids
         return base, state
 
-    @torch.no_grad()
-    def compute_candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        context = self.encode_context(self.collect_features(output)[0], places)
-        parts = [
-            self._rank_candidates(context, ids, rows, depth, width)
-            for rows in places[first:].split(TOKENS_PER_CHUNK)
-        ]
-        return torch.cat(parts, dim=1)
+    def iter_slot_logits(
+        self,
+        outputs: Tensor,
+        ids: Tensor,
+        ends: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> Iterator[Tensor]:
+        """Yield the logits [N, W] of each slot of blocks along a text's own tokens.
 
-    def _rank_candidates(
-        self, context: ContextKeysValues, ids: Tensor, rows: Tensor, depth: int, width: int
-    ) -> Tensor:
-        """Rank the candidates [depth, n, width] of blocks after tokens [n] of a text."""
-        nothing, end = torch.zeros_like(rows), rows + 1
-        block_range = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
-        outputs = self.draft(ids[end], end, context, block_range)
-        best: list[Tensor] = []
+        Args:
+            outputs: [N, D, H] outputs of the slots.
+            ids: [S] int64 tokens of the text.
+            ends: [N] int64 last known token of each block.
+            compute_logits: function from outputs [N, H] of a slot to logits of the output head.
+        """
         state: Tensor | None = None
-        for slot in range(depth):
+        for slot, each in enumerate(outputs.unbind(1)):
             # Drafts after the end of a text are not used.
-            previous_ids = ids[(end + slot).clamp_max(len(ids) - 1)]
-            base = self.compute_logits(outputs[:, slot])
-            logits, state = self.compute_slot_logits(base, outputs[:, slot], previous_ids, state)
-            token_ids = self.vocab.to_target_ids(logits.topk(width).indices)
-            best.append(
-                token_ids.masked_fill(
-                    (end + self.config.first_row + slot >= self.max_positions).unsqueeze(1), PAD
-                )
+            previous_ids = ids[(ends + slot).clamp_max(len(ids) - 1)]
+            logits, state = self.compute_slot_logits(
+                compute_logits(each), each, previous_ids, state
             )
-        return torch.stack(best)
+            yield logits
+
+    @property
+    def draft_offset(self) -> int:
+        """Return the positions from a known token to the row that drafts first after it."""
+        return 1 + self.config.first_row
+
+    def rank_drafts(
+        self, features: Tensor, ids: Tensor, first: int, depth: int, width: int
+    ) -> Tensor:
+        """See `FeatureHead.rank_drafts`."""
+        places = torch.arange(len(features), device=ids.device)
+        context, parts = self.encode_context(features, places), []
+        for rows in places[first:].split(TOKENS_PER_CHUNK):
+            nothing, end = torch.zeros_like(rows), rows + 1
+            block_range = self.make_block_range(nothing, end, depth, (nothing.cpu(), end.cpu()))
+            outputs = self.draft(ids[end], end, context, block_range)
+            slots = self.iter_slot_logits(outputs, ids, end, self.compute_logits)
+            parts.append(torch.stack([logits.topk(width).indices for logits in slots]))
+        return self.vocab.to_target_ids(torch.cat(parts, dim=1))
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
@@ -426,18 +430,13 @@ class BlockHead(FeatureHead):
         block_range = cpu_head.make_block_range(nothing, ends, depth, (nothing, ends))
         outputs = cpu_head.draft(ends, places + 1, context, block_range)
         rows = None if self.lm_head is not None else copy_output_rows(target, self.dtype)
-        slot_logits, state = [], None
-        for slot in range(depth):
-            slot_outputs = outputs[:, slot]
-            base = (
-                cpu_head.compute_logits(slot_outputs)
-                if rows is None
-                else cpu_head.scale_logits(project_in_float32(slot_outputs, rows))
-            )
-            previous_ids = token_ids[1 + slot : 1 + slot + num_rows]
-            logits, state = cpu_head.compute_slot_logits(base, slot_outputs, previous_ids, state)
-            slot_logits.append(logits)
-        draft_logits = torch.stack(slot_logits)
+
+        def project(slot_outputs: Tensor) -> Tensor:
+            if rows is None:
+                return cpu_head.compute_logits(slot_outputs)
+            return cpu_head.scale_logits(project_in_float32(slot_outputs, rows))
+
+        draft_logits = torch.stack([*cpu_head.iter_slot_logits(outputs, token_ids, ends, project)])
         if rows is None:
             beside["logsumexp"] = draft_logits.logsumexp(-1)
         return ReferenceLogits(self.vocab.spread_logits(draft_logits), beside, rows)

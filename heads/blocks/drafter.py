@@ -6,32 +6,20 @@ step computes the rows of a block anew.
 Letters: B texts, D slots, H hidden, W draft vocabulary, V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
-from heads.decoding.head_drafter import (
-    ChainDrafter,
-    DynamicTreeDrafter,
-    ExpandedTree,
-    Frontier,
-    HeadCache,
-    HeadDrafter,
-    expand_tree,
-)
-from heads.decoding.tree import DraftShape
+from heads.decoding.drafting import CommittedTokens, Roots
+from heads.decoding.head_drafter import FeatureDrafter, Frontier
 
 
-class _BlockDrafter(HeadDrafter):
-    """Keeps keys and values of the committed texts in each of a head's layers."""
+class BlockDrafter(FeatureDrafter):
+    """Drafts a block as a chain, or the likeliest paths through its slots, in one pass."""
 
-    row_attributes = ("cache",)
-
-    def __init__(self, head: Any, shape: DraftShape, *how: Any) -> None:
-        super().__init__(head, shape, *how)
-        self.cache = HeadCache(len(head.layers))
+    has_nested_trees = False
+    """Rows see later rows, so a shorter block drafts other tokens."""
 
     def observe(self, seen: CommittedTokens) -> None:
         """Encode the hidden states of committed tokens, and store their keys and values."""
@@ -47,12 +35,8 @@ class _BlockDrafter(HeadDrafter):
             buffer.write(*new, places, width, seen.cache.num_needed_slots)
         slots.advance(seen.counts, seen.token_ids)
 
-    def _compute_slots(self, roots: Roots) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the head after the last known tokens.
-
-        Returns:
-            The last known tokens [B], then outputs [B, D, H] and logits [B, D, W] of the slots.
-        """
+    def _compute_slots(self, roots: Roots) -> tuple[Tensor, Tensor]:
+        """Run the head; return logits [B, D, W] and outputs [B, D, H] of the slots."""
         ends = self.cache.prepared_slots.committed[:, 0]
         width = self.cache.prepared_slots.count_used_slots(0)
         host = torch.tensor([0]), torch.tensor([width])
@@ -64,58 +48,28 @@ class _BlockDrafter(HeadDrafter):
             for buffer in self.cache.buffers
         ]
         outputs = self.head.draft(roots.tokens, ends, context, block_range)
-        return roots.tokens, outputs, self.head.compute_logits(outputs)
+        return self.head.compute_logits(outputs), outputs
 
-    def _pad_beyond_window(self, tokens: Tensor, slot: int) -> Tensor:
-        """Replace tokens [B, n] that a slot drafts beyond the head's window by PAD."""
-        place = self.cache.prepared_slots.committed + self.head.config.first_row + slot
-        return tokens.masked_fill(place >= self.head.max_positions, PAD)
-
-
-class BlockChain(ChainDrafter, _BlockDrafter):
-    """Drafts a block as a chain."""
-
-    def propose(self, roots: Roots) -> Draft:
-        """Draft chains of `depth` tokens."""
-        previous_ids, outputs, base = self._compute_slots(roots)
-        draws = self.make_sampler()
-        tokens: list[Tensor] = []
+    def start_draft(self, roots: Roots) -> tuple[Tensor, Callable[[Frontier], Tensor]]:
+        """Run the head after the last known tokens. See `FeatureDrafter.start_draft`."""
+        slots = self._compute_slots(roots)
         state: Tensor | None = None
-        for slot in range(self.shape.depth):
-            logits, state = self.head.compute_slot_logits(
-                base[:, slot], outputs[:, slot], previous_ids, state
-            )
-            previous_ids = draws.choose_token(logits)
-            tokens.append(self._pad_beyond_window(previous_ids.unsqueeze(1), slot))
-        return draws.make_draft(self.tree, torch.cat(tokens, 1))
-
-
-class BlockTree(DynamicTreeDrafter, _BlockDrafter):
-    """Drafts the likeliest paths through the slots, best first, in one pass of the head."""
-
-    has_nested_trees = False
-    """Rows see later rows, so a shorter block drafts other tokens."""
-
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand trees through the slots' candidates. See `DynamicTreeDrafter`."""
-        root_ids, outputs, base = self._compute_slots(roots)
-        first, state = self.head.compute_slot_logits(base[:, 0], outputs[:, 0], root_ids, None)
 
         def compute_next_logits(frontier: Frontier) -> Tensor:
             nonlocal state
-            number = len(frontier.tokens) // len(roots)
-            slot_logits, slot_outputs = (
-                each[:, frontier.depth].repeat_interleave(number, 0) for each in (base, outputs)
-            )
-            previous_state = None if state is None else state[frontier.rows]
+            base, slot_outputs = (each[:, frontier.depth] for each in slots)
+            if frontier.rows is not None:
+                number = len(frontier.tokens) // len(roots)
+                base, slot_outputs = (
+                    each.repeat_interleave(number, 0) for each in (base, slot_outputs)
+                )
+                state = None if state is None else state[frontier.rows]
             logits, state = self.head.compute_slot_logits(
-                slot_logits, slot_outputs, frontier.tokens, previous_state
+                base, slot_outputs, frontier.tokens, state
             )
             return logits
 
-        return expand_tree(
-            self.shape, self.head.vocab, first, compute_next_logits, self._pad_beyond_window
-        )
+        return compute_next_logits(Frontier(0, None, roots.tokens)), compute_next_logits
 
 
 def _view_buffer(buffer: Tensor | None, width: int) -> Tensor:

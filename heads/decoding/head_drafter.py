@@ -38,34 +38,6 @@ class HeadDrafter(Drafter):
         self.shape: Any = shape
 
 
-class ChainDrafter(HeadDrafter):
-    """Drafter of chains of the best tokens, or of drawn tokens when sampling.
-
-    Args:
-        head: head that drafts.
-        depth: draft tokens per chain.
-        sampling: the target's sampling, also used for draft tokens.
-        seeds: seeds of the draws, one per text, other than the target's.
-    """
-
-    def __init__(
-        self,
-        head: Any,
-        depth: int,
-        sampling: Sampling = GREEDY,
-        seeds: Sequence[int] = (1,),
-    ) -> None:
-        self.tree, self.sampling = Tree.make_chain(depth), sampling
-        super().__init__(head, self.tree)
-        self.num_static_nodes = 1 + depth
-        self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
-        self.row_attributes = (*self.row_attributes, "generators")
-
-    def make_sampler(self) -> "ChainSampler":
-        """Make the sampler for one draft."""
-        return ChainSampler(self.head.vocab, self.sampling, self.generators)
-
-
 @dataclass
 class ChainSampler:
     """Sampler of the tokens of chains: the best ones, or drawn ones when sampling.
@@ -91,7 +63,7 @@ class ChainSampler:
         return self.vocab.to_target_ids(self.generators.sample_indices(q))
 
     def make_draft(self, tree: Tree, tokens: Tensor) -> Draft:
-        """Make drafts of tokens [B, D], with PAD for ids that the target cannot read."""
+        """Make drafts of the chosen tokens [B, D]."""
         probs = torch.stack(self.probs, 1) if self.probs else None
         return Draft.from_tree(tree, tokens, probs)
 
@@ -110,39 +82,17 @@ class ExpandedTree(NamedTuple):
     parents: Tensor
 
 
-class DynamicTreeDrafter(HeadDrafter):
-    """Drafter of trees of the likeliest expanded nodes.
-
-    Attributes:
-        has_nested_trees: whether every tree begins with the tree of a smaller depth.
-    """
-
-    has_nested_trees: ClassVar[bool] = True
-
-    def __init__(self, head: Any, shape: DynamicShape) -> None:
-        super().__init__(head, shape)
-        self.num_static_nodes = 1 + shape.num_tokens
-
-    @abstractmethod
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand all nodes below the roots."""
-
-    def propose(self, roots: Roots) -> Draft:
-        """Draft trees of at most `num_tokens` nodes below the roots."""
-        return rerank_nodes(self.expand_trees(roots), self.shape)
-
-
 class Frontier(NamedTuple):
     """Nodes of one depth to expand, w of each text.
 
     Attributes:
         depth: depth of the nodes, from 1.
-        rows: [B * w] int64 rows of the previous depth that they came from.
+        rows: [B * w] int64 rows of the previous depth that they came from; None for all in order.
         tokens: [B * w] int64 target ids.
     """
 
     depth: int
-    rows: Tensor
+    rows: Tensor | None
     tokens: Tensor
 
 
@@ -151,7 +101,7 @@ def expand_tree(
     vocab: DraftVocab,
     root_logits: Tensor,
     compute_logits: Callable[[Frontier], Tensor],
-    pad_tokens: Callable[[Tensor, int], Tensor],
+    room: Tensor,
 ) -> ExpandedTree:
     """Expand trees below roots.
 
@@ -160,23 +110,22 @@ def expand_tree(
         vocab: draft vocabulary of the logits.
         root_logits: [B, W] logits of the roots' children.
         compute_logits: function from a frontier to logits [B * w, W] of the children of its nodes.
-        pad_tokens: function from tokens [B, n] and their level (depth - 1) to the tokens, with PAD
-            for tokens that cannot be drafted.
+        room: [B, 1] int64 levels that can be drafted.
     """
     num_texts, device = len(root_logits), root_logits.device
     width = min(shape.top_k, root_logits.shape[1])
     texts = torch.arange(num_texts, device=device).unsqueeze(1)
     scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
     nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
-    drawn: list[ExpandedTree] = []
+    expanded: list[ExpandedTree] = []
     logits, num_nodes = root_logits, 1
     for level in range(shape.depth):
         best = logits.float().log_softmax(-1).topk(width)
         tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
         all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
-        drafted = pad_tokens(tokens, level)
-        known_scores = all_scores.masked_fill(drafted == PAD, -torch.inf)
-        drawn.append(ExpandedTree(drafted, known_scores, nodes.repeat_interleave(width, 1)))
+        beyond, parents = level >= room, nodes.repeat_interleave(width, 1)
+        known_scores = all_scores.masked_fill(beyond, -torch.inf)
+        expanded.append(ExpandedTree(tokens.masked_fill(beyond, PAD), known_scores, parents))
         if level + 1 == shape.depth:
             break
         num_rows = nodes.shape[1]
@@ -185,7 +134,7 @@ def expand_tree(
         logits = compute_logits(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
         nodes = num_nodes + chosen
         num_nodes += all_scores.shape[1]
-    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*drawn, strict=True)))
+    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*expanded, strict=True)))
 
 
 def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
@@ -236,3 +185,67 @@ class HeadCache:
         self.prepared_slots.insert_row(row, length)
         for buffer, new in zip(self.buffers, other.buffers, strict=True):
             buffer.insert_row(row, new, length, len(self.prepared_slots.lengths))
+
+
+class FeatureDrafter(HeadDrafter):
+    """Drafter of chains or dynamic trees, with a head that keeps keys and values of the texts.
+
+    Args:
+        head: head that drafts.
+        shape: limits of dynamic trees, or the draft tokens per chain.
+        sampling: the target's sampling, also used for the tokens of chains; trees are ranked.
+        seeds: seeds of the draws, one per text, other than the target's.
+
+    Attributes:
+        has_nested_trees: whether every tree begins with the tree of a smaller depth.
+    """
+
+    row_attributes: tuple[str, ...] = ("cache", "generators")
+    has_nested_trees: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        head: Any,
+        shape: DynamicShape | int,
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] = (1,),
+    ) -> None:
+        super().__init__(head, Tree.make_chain(shape) if isinstance(shape, int) else shape)
+        self.num_static_nodes = 1 + (shape if isinstance(shape, int) else shape.num_tokens)
+        self.cache, self.sampling = HeadCache(head.num_layers), sampling
+        self.generators: Generators | None = None
+        if isinstance(shape, int):
+            self.generators = Generators.from_seeds(seeds, next(head.parameters()).device)
+
+    @abstractmethod
+    def start_draft(self, roots: Roots) -> tuple[Tensor, Callable[[Frontier], Tensor]]:
+        """Start a draft after all committed tokens.
+
+        Returns:
+            Logits [B, W] of the roots' children, and a function from each next frontier to logits
+            [B * w, W] of the children of its nodes.
+        """
+
+    @property
+    def _room(self) -> Tensor:
+        """Levels [B, 1] int64 that are drafted from rows inside the head's window."""
+        committed = self.cache.prepared_slots.committed
+        return self.head.max_positions + 1 - self.head.draft_offset - committed
+
+    def expand_trees(self, roots: Roots) -> ExpandedTree:
+        """Expand trees below the roots, level by level."""
+        logits, compute_next_logits = self.start_draft(roots)
+        return expand_tree(self.shape, self.head.vocab, logits, compute_next_logits, self._room)
+
+    def propose(self, roots: Roots) -> Draft:
+        """Draft chains, or trees of at most `num_tokens` nodes."""
+        if self.generators is None:
+            return rerank_nodes(self.expand_trees(roots), self.shape)
+        logits, compute_next_logits = self.start_draft(roots)
+        sampler = ChainSampler(self.head.vocab, self.sampling, self.generators)
+        chosen = [sampler.choose_token(logits)]
+        for depth in range(1, self.shape.depth):
+            logits = compute_next_logits(Frontier(depth, None, chosen[-1]))
+            chosen.append(sampler.choose_token(logits))
+        beyond = torch.arange(len(chosen), device=logits.device) >= self._room
+        return sampler.make_draft(self.shape, torch.stack(chosen, 1).masked_fill(beyond, PAD))

@@ -6,38 +6,26 @@ and draft on with the head's own outputs.
 Letters: B texts, H hidden, W draft vocabulary, V vocabulary.
 """
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from heads.decoding.cache import round_up_slots
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
-from heads.decoding.head_drafter import (
-    ChainDrafter,
-    DynamicTreeDrafter,
-    ExpandedTree,
-    Frontier,
-    HeadCache,
-    HeadDrafter,
-    expand_tree,
-)
+from heads.decoding.drafting import CommittedTokens, Roots
+from heads.decoding.head_drafter import FeatureDrafter, Frontier
 from heads.devices import to_device
 from heads.eagle.network import AutoregressiveHead
 from heads.layers.branch_attention import BranchCache, CausalRange
 
 
-class EagleDrafter(HeadDrafter):
-    """Keeps keys and values of the committed texts in each of a head's layers."""
+class EagleDrafter(FeatureDrafter):
+    """Drafts token by token, or level by level, from the head's own outputs."""
 
     head: AutoregressiveHead
-    row_attributes = ("pending", "cache")
-
-    def __init__(self, head: AutoregressiveHead, *how: Any) -> None:
-        super().__init__(head, *how)
-        self.cache = HeadCache(head.num_layers)
-        self.pending: CommittedTokens | None = None
+    row_attributes = ("pending", *FeatureDrafter.row_attributes)
+    pending: CommittedTokens | None = None
 
     def observe(self, seen: CommittedTokens) -> None:
         """Store committed tokens without encoding them.
@@ -62,30 +50,33 @@ class EagleDrafter(HeadDrafter):
         yet. This drafter opens slots for all of its texts.
         """
         assert self.pending is not None
-        other._encode_prompt()
+        assert other.pending is not None
+        (tokens,), states = other.pending.token_ids, other.pending.output.hidden_states
+        if len(tokens) > 1:
+            places = torch.arange(len(tokens) - 1, device=states.device).unsqueeze(0)
+            output = other.pending.output.select_tokens(places)
+            before = CommittedTokens([tokens[:-1]], output, other.pending.cache)
+            other._encode_tokens(before, to_device(tokens[-1:], states.device))
         states = self.pending.output.hidden_states
         self.cache.prepare_slots(len(states), states.device, self.pending.cache.slots)
 
-    def _encode_prompt(self) -> None:
-        """Encode a prompt except its last token, whose next token is not known yet."""
-        assert self.pending is not None
-        (tokens,) = self.pending.token_ids
-        if len(tokens) > 1:
-            device = self.pending.output.hidden_states.device
-            output = self.pending.output.select_tokens(
-                torch.arange(len(tokens) - 1, device=device).unsqueeze(0)
-            )
-            before = CommittedTokens([tokens[:-1]], output, self.pending.cache)
-            self._encode_tokens(before, to_device(tokens[-1:], device))
-
-    @abstractmethod
     def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> Any:
         """Encode tokens, each with the next one, and store their keys and values.
 
         Args:
             seen: committed tokens of B texts.
             following: [B] int64 token after the last one of each text.
+
+        Returns:
+            The context states, and the branches that start after them.
         """
+        fused, ids, places = self._build_inputs(seen, following)
+        context = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
+        keys, values = self._store_keys_values(0, context.keys, context.values, places, seen)
+        self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
+        return context, BranchCache(
+            keys, values, CausalRange.from_ends(self.cache.prepared_slots.committed[:, 0])
+        )
 
     def _build_inputs(
         self, seen: CommittedTokens, following: Tensor
@@ -122,85 +113,26 @@ class EagleDrafter(HeadDrafter):
         """Clamp positions to the head's window, beyond which no token is drafted."""
         return positions.clamp_max(self.head.max_positions - 1)
 
-    def _pad_beyond_window(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Replace tokens [B, n] at positions [B, n or 1] beyond the window by PAD."""
-        return tokens.masked_fill(positions >= self.head.max_positions, PAD)
-
-
-class _AutoregressiveDrafter(EagleDrafter):
-    """Drafts token by token from the head's own outputs."""
-
-    def _start_draft(self, roots: Roots) -> tuple[Tensor, Tensor, BranchCache]:
-        """Encode all pending tokens; `roots` come after the last one of each text.
-
-        Returns:
-            The head's outputs [B, H] at the last tokens, their positions [B], and the branches that
-            start after them.
-        """
+    def start_draft(self, roots: Roots) -> tuple[Tensor, Callable[[Frontier], Tensor]]:
+        """Encode all pending tokens, before `roots`. See `FeatureDrafter.start_draft`."""
         assert self.pending is not None
         seen, self.pending = self.pending, None
         context, branches = self._encode_tokens(seen, roots.tokens)
         outputs = self.head.draft(context, find_last_rows(seen), branches)
-        return outputs, self.cache.prepared_slots.committed[:, 0] - 1, branches
-
-    def _encode_tokens(self, seen: CommittedTokens, following: Tensor) -> tuple[Any, BranchCache]:
-        """Encode committed tokens, each with its next token, and store their keys and values.
-
-        Returns:
-            The context states, and the branches that start after them.
-        """
-        fused, ids, places = self._build_inputs(seen, following)
-        context = self.head.encode_context(fused, ids, self._clamp_positions(places.flatten()))
-        keys, values = self._store_keys_values(0, context.keys, context.values, places, seen)
-        self.cache.prepared_slots.advance(seen.counts, seen.token_ids)
-        return context, BranchCache(
-            keys, values, CausalRange.from_ends(self.cache.prepared_slots.committed[:, 0])
-        )
-
-
-class EagleChain(ChainDrafter, _AutoregressiveDrafter):
-    """Drafts chains, each token from the head's output for the token before."""
-
-    def propose(self, roots: Roots) -> Draft:
-        """Draft chains of `depth` tokens."""
-        outputs, positions, branches = self._start_draft(roots)
-        draws = self.make_sampler()
-        tokens: list[Tensor] = []
-        for step in range(self.tree.depth):
-            if step:
-                place = self._clamp_positions(positions + step)
-                outputs = self.head.advance(outputs, tokens[-1], place, branches)
-            tokens.append(draws.choose_token(self.head.compute_logits(outputs)))
-        places = positions.unsqueeze(1) + torch.arange(len(tokens), device=positions.device)
-        return draws.make_draft(self.tree, self._pad_beyond_window(torch.stack(tokens, 1), places))
-
-
-class EagleTree(DynamicTreeDrafter, _AutoregressiveDrafter):
-    """Drafts EAGLE-2's dynamic trees."""
-
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand trees level by level from the head's own outputs. See `DynamicTreeDrafter`."""
-        outputs, first, branches = self._start_draft(roots)
+        first = self.cache.prepared_slots.committed[:, 0] - 1
 
         def compute_next_logits(frontier: Frontier) -> Tensor:
             nonlocal outputs, branches
-            branches = branches.select_rows(frontier.rows)
-            number = len(frontier.rows) // len(roots)
-            positions = self._clamp_positions((first + frontier.depth).repeat_interleave(number))
-            fed = outputs[frontier.rows]
-            outputs = self.head.advance(fed, frontier.tokens, positions, branches)
+            positions = first + frontier.depth
+            if frontier.rows is not None:
+                branches, outputs = branches.select_rows(frontier.rows), outputs[frontier.rows]
+                positions = positions.repeat_interleave(len(frontier.rows) // len(roots))
+            outputs = self.head.advance(
+                outputs, frontier.tokens, self._clamp_positions(positions), branches
+            )
             return self.head.compute_logits(outputs)
 
-        def pad_tokens(tokens: Tensor, level: int) -> Tensor:
-            return self._pad_beyond_window(tokens, first.unsqueeze(1) + level)
-
-        return expand_tree(
-            self.shape,
-            self.head.vocab,
-            self.head.compute_logits(outputs),
-            compute_next_logits,
-            pad_tokens,
-        )
+        return self.head.compute_logits(outputs), compute_next_logits
 
 
 def find_last_rows(seen: CommittedTokens) -> Tensor:

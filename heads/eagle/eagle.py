@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
 from conf.settings.export import ExportFormat
-from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
+from heads.decoding.head_drafter import FeatureDrafter
 from heads.draft_head import (
     ExportPlan,
     HeadFacts,
@@ -24,7 +24,7 @@ from heads.draft_head import (
     get_head_settings,
 )
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.layouts import (
     LAYOUTS,
     TITLES,
@@ -47,8 +47,6 @@ from heads.feature_head import (
     make_config_variant,
     reorder_parts,
 )
-from heads.layers.branch_attention import BranchCache, build_causal_range
-from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_output_head import (
     EmbeddingsAndOutputHead,
     copy_output_rows,
@@ -93,8 +91,7 @@ class EagleHead(EagleNetwork):
         for form, title in TITLES.items()
     }
     name_with_article = "an EAGLE head"
-    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
-    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
+    drafter: ClassVar[type[FeatureDrafter]] = EagleDrafter
     default_layers = staticmethod(default_layers)
     ambiguities = (iter_feature_variants, iter_output_variants)
     pruning_hint = "heads with their own output weights"
@@ -154,14 +151,34 @@ class EagleHead(EagleNetwork):
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
     ) -> ReferenceLogits:
-        """Compute logits whose row t at depth j reads hidden states 0..t, then its own outputs.
-
-        These are an engine's logits while every draft token is accepted. Arguments as in
-        `DraftHead.compute_reference_logits`.
-        """
+        """Compute reference logits, depth by depth. See `DraftHead.compute_reference_logits`."""
         copy, beside = copy_to_cpu(self, target, token_ids)
-        outputs = _compute_unrolled_outputs(copy, states, places)
-        return project_reference_logits(self, target, outputs, beside)
+        features = copy.collect_features(TargetOutput(states[-1], dict(enumerate(states))))
+        ids = torch.arange(len(token_ids))  # as the copy knows them
+        steps = copy.compute_reference_outputs(features, ids, places, len(ids) - len(places) - 1)
+        outputs = torch.stack([copy.apply_final_norm(each) for each in steps])
+        if self.lm_head is None:
+            rows = copy_output_rows(target, self.dtype)
+            return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
+        draft_logits = project_in_float32(outputs, self.lm_head.weight.cpu())
+        beside["logsumexp"] = draft_logits.logsumexp(-1)
+        return ReferenceLogits(self.vocab.spread_logits(draft_logits), beside)
+
+    def compute_reference_outputs(
+        self, features: Tensor, ids: Tensor, position_ids: Tensor, depth: int
+    ) -> list[Tensor]:
+        """Compute outputs [S, H] of each depth; row t reads states 0..t, then its own outputs.
+
+        These are an engine's outputs while every draft token is accepted.
+
+        Args:
+            features: [S, F] hidden states of the target.
+            ids: [S + D + 1] int64 text.
+            position_ids: [S] int64 positions.
+            depth: number D of depths.
+        """
+        steps = self.unroll_text(features, ids, position_ids, 0)
+        return [next(steps) for _ in range(depth)]
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
@@ -222,43 +239,3 @@ class EagleHead(EagleNetwork):
         if self.embed_tokens is not None:
             copied.append("its token embedding")
         return copied
-
-
-def _compute_unrolled_outputs(
-    head: EagleNetwork, hidden_states: list[Tensor], position_ids: Tensor
-) -> Tensor:
-    """Compute normalised outputs [D, S, H] of a head made by `copy_to_cpu`, depth by depth."""
-    assert head.embed_tokens is not None
-    num_rows = len(position_ids)
-    places = torch.arange(len(head.embed_tokens.weight))
-    rows = places[:num_rows]
-    output = TargetOutput(hidden_states[-1], dict(enumerate(hidden_states)))
-    context = head.encode_context(
-        head.fuse(head.collect_features(output)), places[1 : num_rows + 1], position_ids
-    )
-    documents = Documents.from_length(num_rows, rows.device)
-    branches = BranchCache(
-        context.keys[None], context.values[None], build_causal_range(documents, rows)
-    )
-    steps = head.unroll(context, places, rows, branches)
-    depth = len(places) - num_rows - 1
-    return torch.stack([head.apply_final_norm(next(steps)) for _ in range(depth)])
-
-
-def project_reference_logits(
-    head: EagleNetwork, target: Target, outputs: Tensor, beside: dict[str, Tensor]
-) -> ReferenceLogits:
-    """Project normalised outputs [D, S, H] to logits by the head's output head or the target's.
-
-    Args:
-        head: attached head.
-        target: the head's target.
-        outputs: [D, S, H] float32 on the CPU.
-        beside: further tensors of the result.
-    """
-    if head.lm_head is None:
-        rows = copy_output_rows(target, head.dtype)
-        return ReferenceLogits(project_in_float32(outputs, rows), beside, rows)
-    draft_logits = project_in_float32(outputs, head.lm_head.weight.cpu())
-    logits = head.vocab.spread_logits(draft_logits)
-    return ReferenceLogits(logits, beside | {"logsumexp": draft_logits.logsumexp(-1)})

@@ -21,7 +21,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, FeatureHeadConfig, OutputHead
-from heads.decoding.drafting import PAD
 from heads.draft_head import check_fits
 from heads.feature_head import FeatureHead
 from heads.layers.branch_attention import BranchCache, branch_attention, build_causal_range
@@ -41,8 +40,8 @@ ROWS_PER_CHUNK = 256
 CHOSEN_PARTS = ("fc_bias", "fc_norm", "norm_output", "norm_before_residual")
 """Parts of a head that recipes turn on or off."""
 LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
-EAGLE31_TITLE = "EAGLE-3.1 heads"
 """Prefixes of the layer's tensors in the original files."""
+EAGLE31_TITLE = "EAGLE-3.1 heads"
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,9 @@ class AutoregressiveHead(FeatureHead):
 
     Attributes:
         norm: norm of outputs before the output head; None without one.
-        num_layers: number of layers with keys and values.
     """
 
     norm: nn.Module | None
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers that keep keys and values of a text."""
-        return self.config.llama.num_hidden_layers
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -176,23 +169,31 @@ class AutoregressiveHead(FeatureHead):
         """Compute the draft logits [..., W] of outputs [..., H]."""
         return super().compute_logits(self.apply_final_norm(outputs))
 
-    @torch.no_grad()
-    def compute_candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
+    def unroll_text(
+        self, features: Tensor, ids: Tensor, position_ids: Tensor, first: int
+    ) -> Iterator[Tensor]:
+        """Yield outputs [n, H] as `unroll` does, for the tokens of one text from `first` on.
+
+        Args:
+            features: [S, F] hidden states of the target.
+            ids: [S + 1] int64 or more, the text and its next token.
+            position_ids: [S] int64 positions.
+            first: first token to draft from.
+        """
+        size = len(features)
+        context = self.encode_context(self.fuse(features), ids[1 : size + 1], position_ids)
+        rows = torch.arange(first, size, device=ids.device)
+        seen = build_causal_range(Documents.from_length(size, ids.device), rows)
+        branches = BranchCache(context.keys[None], context.values[None], seen)
+        return self.unroll(context, ids, rows, branches)
+
+    def rank_drafts(
+        self, features: Tensor, ids: Tensor, first: int, depth: int, width: int
     ) -> Tensor:
-        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        context = self.encode_context(self.fuse(self.collect_features(output)[0]), ids[1:], places)
-        rows = places[first:]
-        seen = build_causal_range(Documents.from_length(len(places), device), rows)
-        unrolled = self.unroll(
-            context, ids, rows, BranchCache(context.keys[None], context.values[None], seen)
-        )
-        best = torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
-        reached = rows + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
+        """See `FeatureHead.rank_drafts`."""
+        places = torch.arange(len(features), device=ids.device)
+        unrolled = self.unroll_text(features, ids, places, first)
+        return torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
 
     def _rank_token_ids(self, outputs: Tensor, width: int) -> Tensor:
         """Rank target ids, and return the best [N, width] after outputs [N, H]."""

@@ -12,7 +12,7 @@ texts of a store, S tokens of a text, N rows, n new tokens, D draft tokens, H hi
 first layer, F width of a hidden state, W draft vocabulary, K key-value heads, d head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,22 +24,16 @@ from transformers import LlamaConfig
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, PEagleConfig
 from conf.settings.export import ExportFormat
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Roots
-from heads.decoding.head_drafter import (
-    ChainDrafter,
-    DynamicTreeDrafter,
-    ExpandedTree,
-    Frontier,
-    expand_tree,
-)
-from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant
+from heads.decoding.drafting import CommittedTokens, Roots
+from heads.decoding.head_drafter import Frontier
+from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, Variant
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.drafter import EagleDrafter, find_last_rows
-from heads.eagle.eagle import EagleHead, iter_feature_variants, project_reference_logits
+from heads.eagle.eagle import EagleHead, iter_feature_variants
 from heads.eagle.layouts import LAYOUTS, EagleLayout, build_engine_files, format_engine_hint
 from heads.eagle.network import EagleHeadConfig, EagleLayer, build_eagle_config
 from heads.export.writer import format_vllm_command
-from heads.feature_head import choose_mask_token, copy_to_cpu, iter_mask_token_variants
+from heads.feature_head import choose_mask_token, iter_mask_token_variants
 from heads.folders import find_head_weights, has_architecture, list_tensor_names
 from heads.layers.branch_attention import (
     BranchCache,
@@ -50,7 +44,6 @@ from heads.layers.branch_attention import (
 from heads.layers.documents import Documents
 from heads.layers.llama import RmsNorm
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 
 MASK_HIDDEN = "mask_hidden"
@@ -62,7 +55,7 @@ NUM_DRAFT_TOKENS = 8
 UNCHECKED_KEYS = ("num_hidden_layers", "speculators_model_type")
 """Keys of `REQUIRED_VALUES` that may have other values in P-EAGLE heads."""
 TOKENS_PER_CHUNK = 256
-"""Number of tokens that draft at once in `compute_candidates`, with all rows in memory."""
+"""Number of tokens that draft at once in `iter_outputs`, with all rows in memory."""
 VLLM_LAYOUT = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
 SPECULATORS_LAYOUT = replace(
     LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
@@ -141,8 +134,8 @@ def _select_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
     return [each if rows is None else each.index_select(0, rows) for each in groups]
 
 
-class _PEagleDrafter(EagleDrafter):
-    """Drafts all tokens in one pass of the head."""
+class PEagleDrafter(EagleDrafter):
+    """Drafts all tokens in one pass of the head, as a chain or the likeliest paths."""
 
     head: "PEagleHead"
 
@@ -180,38 +173,17 @@ class _PEagleDrafter(EagleDrafter):
         text, *masks = self._run_pass(seen, roots.tokens, self.shape.depth - 1)
         return self.head.compute_logits(torch.stack([text[find_last_rows(seen)], *masks], 1))
 
-    def _pad_row_tokens(self, tokens: Tensor, level: int) -> Tensor:
-        """Replace tokens [B, n] that a row drafts beyond the head's window by PAD."""
-        return self._pad_beyond_window(tokens, self.cache.prepared_slots.committed - 1 + level)
-
-
-class PEagleChain(ChainDrafter, _PEagleDrafter):
-    """Drafts the rows' tokens as a chain."""
-
-    def propose(self, roots: Roots) -> Draft:
-        """Draft chains of `depth` tokens."""
-        draws = self.make_sampler()
-        tokens = [
-            draws.choose_token(each).unsqueeze(1) for each in self._compute_logits(roots).unbind(1)
-        ]
-        readable = [self._pad_row_tokens(each, level) for level, each in enumerate(tokens)]
-        return draws.make_draft(self.tree, torch.cat(readable, 1))
-
-
-class PEagleTree(DynamicTreeDrafter, _PEagleDrafter):
-    """Drafts the likeliest paths through the rows' candidates."""
-
-    def expand_trees(self, roots: Roots) -> ExpandedTree:
-        """Expand trees from the rows' logits. See `DynamicTreeDrafter`."""
+    def start_draft(self, roots: Roots) -> tuple[Tensor, Callable[[Frontier], Tensor]]:
+        """Run all rows that draft. See `FeatureDrafter.start_draft`."""
         logits = self._compute_logits(roots)
 
         def compute_next_logits(frontier: Frontier) -> Tensor:
-            number = len(frontier.rows) // len(roots)
-            return logits[:, frontier.depth].repeat_interleave(number, 0)
+            each = logits[:, frontier.depth]
+            if frontier.rows is None:
+                return each
+            return each.repeat_interleave(len(frontier.rows) // len(roots), 0)
 
-        return expand_tree(
-            self.shape, self.head.vocab, logits[:, 0], compute_next_logits, self._pad_row_tokens
-        )
+        return logits[:, 0], compute_next_logits
 
 
 class PEagleHead(EagleHead):
@@ -225,8 +197,7 @@ class PEagleHead(EagleHead):
     config: PEagleHeadConfig
     variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
     name_with_article = "a P-EAGLE head"
-    chain_drafter = PEagleChain
-    tree_drafter = PEagleTree
+    drafter = PEagleDrafter
     ambiguities = (iter_feature_variants, iter_mask_token_variants)
     layouts: ClassVar = {
         ExportFormat.vllm: {EagleForm.eagle3: VLLM_LAYOUT},
@@ -318,33 +289,50 @@ class PEagleHead(EagleHead):
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
 
-    @torch.no_grad()
-    def compute_candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """Compute best tokens [depth, n, width] per depth. See `DraftHead.compute_candidates`."""
-        device = output.hidden_states.device
-        ids = torch.tensor(token_ids, device=device)
-        places = torch.arange(len(ids) - 1, device=device)
-        fused = self.fuse(self.collect_features(output)[0])
-        stored: list[KeysValues] = []
-        whole = Documents.from_length(len(places), device)
-        text = self.build_context_rows(fused, ids[1:], places, build_causal_range(whole, places))
+    def iter_outputs(
+        self, features: Tensor, ids: Tensor, position_ids: Tensor, first: int, depth: int
+    ) -> Iterator[list[Tensor]]:
+        """Yield the outputs [n, H] of each depth, for some tokens of a text at a time.
+
+        Args:
+            features: [S, F] hidden states of the target.
+            ids: [S + 1] int64 or more, the text and its next token.
+            position_ids: [S] int64 positions.
+            first: first token to draft from.
+            depth: draft tokens per row.
+        """
+        places, stored = torch.arange(len(features), device=ids.device), list[KeysValues]()
+        whole, end = Documents.from_length(len(features), ids.device), self.max_positions - 1
+        seen, fused = build_causal_range(whole, places), self.fuse(features)
+        text = self.build_context_rows(fused, ids[1 : len(features) + 1], position_ids, seen)
         (outputs,) = self.run_layers(text, [], make_list_store(stored))
-        parts = []
         for rows in places[first:].split(TOKENS_PER_CHUNK):
-            positions = torch.cat([rows + step for step in range(1, depth)] or [rows[:0]])
-            seen = [build_causal_range(whole, rows)] * (depth - 1)
-            masks = self.build_mask_rows(positions.clamp_max(self.max_positions - 1), seen)
+            steps = torch.arange(1, depth, device=ids.device).unsqueeze(1)
+            positions = (position_ids[rows] + steps).flatten().clamp_max(end)
+            masks = self.build_mask_rows(positions, [build_causal_range(whole, rows)] * (depth - 1))
             mask_outputs = self.run_layers(None, masks, make_list_store(stored)) if masks else []
-            parts.append(
-                torch.stack(
-                    [self._rank_token_ids(each, width) for each in (outputs[rows], *mask_outputs)]
-                )
-            )
-        best = torch.cat(parts, 1)
-        reached = places[first:] + torch.arange(depth, device=device).unsqueeze(1)
-        return best.masked_fill((reached >= self.max_positions).unsqueeze(2), PAD)
+            yield [outputs[rows], *mask_outputs]
+
+    def rank_drafts(
+        self, features: Tensor, ids: Tensor, first: int, depth: int, width: int
+    ) -> Tensor:
+        """See `FeatureHead.rank_drafts`."""
+        places = torch.arange(len(features), device=ids.device)
+        parts = [
+            torch.stack([self._rank_token_ids(each, width) for each in outputs])
+            for outputs in self.iter_outputs(features, ids, places, first, depth)
+        ]
+        return torch.cat(parts, 1)
+
+    def compute_reference_outputs(
+        self, features: Tensor, ids: Tensor, position_ids: Tensor, depth: int
+    ) -> list[Tensor]:
+        """Compute outputs whose row t at depth j is the j-th row after token t.
+
+        That row sees the text up to t. Arguments as in `EagleHead.compute_reference_outputs`.
+        """
+        parts = zip(*self.iter_outputs(features, ids, position_ids, 0, depth), strict=True)
+        return [torch.cat(each) for each in parts]
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
@@ -416,17 +404,6 @@ class PEagleHead(EagleHead):
 
         return ExportPlan(None, build_files, command, format_engine_hint(self, engine))
 
-    def compute_reference_logits(
-        self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
-    ) -> ReferenceLogits:
-        """Compute logits whose row t at depth j is the j-th row after token t.
-
-        That row sees the text up to t. Arguments as in `DraftHead.compute_reference_logits`.
-        """
-        copy, beside = copy_to_cpu(self, target, token_ids)
-        outputs = _compute_row_outputs(copy, states, places, len(token_ids) - len(places) - 1)
-        return project_reference_logits(self, target, outputs, beside)
-
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
@@ -460,20 +437,3 @@ def is_peagle_folder(folder: Path, path: str) -> bool:
         return False  # a later reader reports the damage
     # EAGLE also has a norm of hidden states, but not inside a layer.
     return MASK_HIDDEN in names and any(name.endswith(".hidden_norm.weight") for name in names)
-
-
-def _compute_row_outputs(
-    head: PEagleHead, states: list[Tensor], places: Tensor, depth: int
-) -> Tensor:
-    """Compute normalised outputs [D, S, H] of a copy that embeds only the text, then the mask."""
-    rows = torch.arange(len(places))
-    output = TargetOutput(states[-1], dict(enumerate(states)))
-    seen = build_causal_range(Documents.from_length(len(rows), rows.device), rows)
-    text = head.build_context_rows(head.fuse(head.collect_features(output)), rows + 1, places, seen)
-    stored: list[KeysValues] = []
-    outputs = head.run_layers(text, [], make_list_store(stored))
-    if depth > 1:
-        positions = torch.cat([places + step for step in range(1, depth)])
-        masks = head.build_mask_rows(positions, [seen] * (depth - 1))
-        outputs += head.run_layers(None, masks, make_list_store(stored))
-    return torch.stack([head.apply_final_norm(each) for each in outputs])

@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from conf.errors import InputError
 from conf.settings.eagle import MtpConfig
 from conf.settings.export import ExportFormat
-from heads.decoding.head_drafter import ChainDrafter, DynamicTreeDrafter
+from heads.decoding.head_drafter import FeatureDrafter
 from heads.draft_head import (
     ExportPlan,
     HeadFacts,
@@ -33,7 +33,7 @@ from heads.draft_head import (
     check_fits,
     get_head_settings,
 )
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.network import AutoregressiveHead
 from heads.feature_head import ConfigVariants, flip_setting
 from heads.layers.branch_attention import BranchCache, branch_attention
@@ -134,8 +134,7 @@ class MtpHead(AutoregressiveHead):
     config_type = MtpHeadConfig
     variants: ClassVar = {"mtp": Variant("MTP layers", MtpConfig)}
     name_with_article = "an MTP layer"
-    chain_drafter: ClassVar[type[ChainDrafter]] = EagleChain
-    tree_drafter: ClassVar[type[DynamicTreeDrafter]] = EagleTree
+    drafter: ClassVar[type[FeatureDrafter]] = EagleDrafter
     ambiguities = (iter_layer_variants,)
 
     def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
@@ -160,7 +159,7 @@ class MtpHead(AutoregressiveHead):
 
     @property
     def num_layers(self) -> int:
-        """Number 1 of layers: the same layer drafts at every depth."""
+        """Return the number 1 of layers: the same layer drafts at every depth."""
         return 1
 
     def initialise(self, target: EmbeddingsAndOutputHead, seed: int) -> Self:

@@ -51,7 +51,7 @@ from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.devices import to_device
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
@@ -366,9 +366,9 @@ class _Checks:
         vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, self.target.special_ids)
         head = EagleHead.from_settings(self.target, config, vocab, seed=0)
         _train_head(EagleObjective(head, self.target, config), self._build_data())
-        self._check_replay("eagle", head, CHAIN, EagleChain(head, CHAIN.depth))
+        self._check_replay("eagle", head, CHAIN, EagleDrafter(head, CHAIN.depth))
         if self.findings.has_passed("tree"):
-            self._check_texts(self._decode_texts(EagleTree(head, DynamicShape(4, 3, 8)), 2))
+            self._check_texts(self._decode_texts(EagleDrafter(head, DynamicShape(4, 3, 8)), 2))
 
     def _build_data(self) -> PackedDataset:
         """Build packed sequences of the target's own texts."""

@@ -51,11 +51,11 @@ class Learnt:
 
 
 def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
-    return head.chain_drafter(head, 3, how, seeds)
+    return head.drafter(head, 3, how, seeds)
 
 
 def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
-    return head.tree_drafter(head, SHAPE)
+    return head.drafter(head, SHAPE)
 
 
 def learnt(name: str, drafter: Callable[..., Drafter], **settings: Any) -> Learnt:

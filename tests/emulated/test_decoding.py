@@ -66,13 +66,11 @@ def untrained(name: str) -> HeadMaker:
 
 
 def chain(name: str) -> Callable[..., Drafter]:
-    return lambda target, *drawn: (made := untrained(name)(target)).chain_drafter(made, 3, *drawn)
+    return lambda target, *drawn: (made := untrained(name)(target)).drafter(made, 3, *drawn)
 
 
 def tree(name: str) -> Callable[..., Drafter]:
-    return lambda target, *_: (made := untrained(name)(target)).tree_drafter(
-        made, DynamicShape(3, 3, 8)
-    )
+    return lambda target, *_: (made := untrained(name)(target)).drafter(made, DynamicShape(3, 3, 8))
 
 
 def draft_model(tree: Tree, length: DraftLength | None = None) -> Callable[..., Drafter]:

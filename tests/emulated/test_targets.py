@@ -31,7 +31,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import DynamicShape, make_static_tree
-from heads.eagle.drafter import EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -131,7 +131,7 @@ def drafters_of(target: Target) -> list[Drafter]:
     return [
         NoDraft(),
         MedusaDrafter(noisy_head(target), make_static_tree(3, 16)),
-        EagleTree(eagle, DynamicShape(3, 3, 8)),
+        EagleDrafter(eagle, DynamicShape(3, 3, 8)),
         SelfDraft(target, list_skipped_layers(target, 2), 3, seeds=[1, 2, 3]),
     ]
 

@@ -13,10 +13,10 @@ from toys import save_target, texts
 
 from conf.settings.export import ExportFormat
 from data.servers.serving_engines import DraftCounts
-from heads.blocks.drafter import BlockChain
+from heads.blocks.drafter import BlockDrafter
 from heads.decoding.drafting import Drafter
 from heads.draft_head import DraftHead
-from heads.eagle.peagle import PEagleChain
+from heads.eagle.peagle import PEagleDrafter
 from heads.export.writer import compute_reference_tensors, export_head
 from heads.kinds import load_head
 from heads.target_model.model import Target
@@ -66,7 +66,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
     theirs = counted(tmp_path, target, prompts, DEPTH, method="dflash", model=model)
 
     head = load_head(model).attach(target)
-    compare(target, head, lambda: BlockChain(head, DEPTH), prompts, theirs)
+    compare(target, head, lambda: BlockDrafter(head, DEPTH), prompts, theirs)
 
 
 @needs(VLLM)
@@ -89,7 +89,7 @@ def test_vllm_drafts_in_parallel_what_we_do(
     how = {"method": "eagle3", "parallel_drafting": True}
     theirs = counted(tmp_path, target, prompts, DEPTH, model=model, **how)
     head = load_head(model).attach(target)
-    compare(target, head, lambda: PEagleChain(head, DEPTH), prompts, theirs)
+    compare(target, head, lambda: PEagleDrafter(head, DEPTH), prompts, theirs)
 
 
 @needs(VLLM)
@@ -130,7 +130,7 @@ def test_vllm_on_interpreted_kernels_drafts_what_we_do(
     saved, exported = counts_of_vllm(tmp_path, target, some, FEW_TOKENS, settings, script)
 
     head = load_head(str(tmp_path / "head")).attach(target)
-    compare(target, head, lambda: BlockChain(head, DEPTH), some, saved, FEW_TOKENS)
+    compare(target, head, lambda: BlockDrafter(head, DEPTH), some, saved, FEW_TOKENS)
     assert exported == saved
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from toys import save_target, texts, trained
 
 from conf.settings.eagle import MtpConfig
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 from heads.kinds import load_head
 from heads.mtp.mtp import MtpHead, build_mtp_config
 from heads.mtp.stitch import stitch_layer
@@ -84,7 +84,7 @@ def test_vllm_drafts_and_accepts_what_we_do(architecture: str, tmp_path: Path) -
     prompts = [text[:4] for text in texts(target, 8, 1)]
     ours = [
         [
-            asdict(drafted(whole, EagleChain(head, depth), prompt, NUM_TOKENS, depth))
+            asdict(drafted(whole, EagleDrafter(head, depth), prompt, NUM_TOKENS, depth))
             for prompt in prompts
         ]
         for depth in (1, 3)

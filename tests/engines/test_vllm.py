@@ -24,7 +24,7 @@ from eval.measure.results import export_results
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter
@@ -111,7 +111,7 @@ def test_vllm_drafts_and_accepts_what_we_do(
 
 def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str, Any]:
     """By decoding and by replay, which must agree."""
-    found = drafted(target, EagleChain(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
+    found = drafted(target, EagleDrafter(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
     assert found == DraftCounts.from_passes(
         found.text, accepted_per_pass(target, head, prompt), DEPTH
     )

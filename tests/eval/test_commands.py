@@ -24,7 +24,7 @@ from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import render_first_turns
 from heads.decoding.sampling import Sampling, drafter_seeds
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from tests.conf.command.test_following import pasted
@@ -207,7 +207,7 @@ def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path) -> None:
         load_records(eagles["data"]).records, RecordEncoder(target.tokenizer)
     ):
         seed, warm = compute_prompt_seed(prompt, 0), Sampling(0.8, 0.9, 20)
-        drafter = EagleChain(head, 3, warm, drafter_seeds([seed]))
+        drafter = EagleDrafter(head, 3, warm, drafter_seeds([seed]))
         found = decode(target, drafter, prompt.token_ids, 24, warm, seed)
         steps.append(PromptSteps("", found.steps))
     assert result["tau"] == tau(steps) > 1.0

@@ -36,11 +36,11 @@ from eval.tune.tree_acceptance import (
     build_widest_tree,
     compute_node_values,
 )
-from heads.blocks.drafter import BlockTree
+from heads.blocks.drafter import BlockDrafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleTree
-from heads.eagle.peagle import PEagleTree
+from heads.eagle.drafter import EagleDrafter
+from heads.eagle.peagle import PEagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target
 from tests.conf.command.test_following import pasted
@@ -135,17 +135,17 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
 
 
 MADE = {
-    "dflash": lambda target: partial(BlockTree, feature_head(target, "dflash", 40)),
-    "dflash2": lambda target: partial(BlockTree, feature_head(target, "dflash2", 40)),
-    "dspark": lambda target: partial(BlockTree, feature_head(target, "dspark, rnn", 20)),
-    "peagle": lambda target: partial(PEagleTree, feature_head(target, "peagle", 40)),
+    "dflash": lambda target: partial(BlockDrafter, feature_head(target, "dflash", 40)),
+    "dflash2": lambda target: partial(BlockDrafter, feature_head(target, "dflash2", 40)),
+    "dspark": lambda target: partial(BlockDrafter, feature_head(target, "dspark, rnn", 20)),
+    "peagle": lambda target: partial(PEagleDrafter, feature_head(target, "peagle", 40)),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dflash2", "peagle")]
 
 
 @pytest.fixture(scope="module", params=["eagle", *SLOW, "dspark"])
 def make(request, target, eagle):
-    return partial(EagleTree, eagle) if request.param == "eagle" else MADE[request.param](target)
+    return partial(EagleDrafter, eagle) if request.param == "eagle" else MADE[request.param](target)
 
 
 @pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
@@ -199,7 +199,9 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
     static = StaticTreeReplay.from_prompts(
         target, noisy_head(target), PROMPTS, 30, build_widest_tree(3)
     )
-    dynamic = DynamicTreeReplay.from_prompts(target, partial(EagleTree, eagle), PROMPTS, 20, 8, [4])
+    dynamic = DynamicTreeReplay.from_prompts(
+        target, partial(EagleDrafter, eagle), PROMPTS, 20, 8, [4]
+    )
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):
         usual, best, found = tree_search.search_shapes(texts, ShapeCosts(FREE, {}), config)
@@ -213,7 +215,7 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
 
 def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
     texts = DynamicTreeReplay.from_prompts(
-        target, partial(EagleTree, eagle), PROMPTS[:1], 8, 8, [1, 4]
+        target, partial(EagleDrafter, eagle), PROMPTS[:1], 8, 8, [1, 4]
     )
     usual, found = tree_search.build_candidate_shapes(
         texts, TreeSearchRun(max_nodes=20, top_ks=[1, 4])

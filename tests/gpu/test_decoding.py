@@ -21,7 +21,7 @@ from eval.measure.replay import replay_response
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaDrafter
 from heads.target_model.check import check_target_support
@@ -63,13 +63,13 @@ def test_heads_on_cuda_are_lossless_and_replayed_exactly(name: str) -> None:
     target.model.generation_config.eos_token_id = None
     head = fresh(target, settings_of(name)).eval()
     expected = decode(target, NoDraft(), PROMPT, 40).token_ids
-    chain = decode(target, head.chain_drafter(head, 4), PROMPT, 40)
+    chain = decode(target, head.drafter(head, 4), PROMPT, 40)
     assert chain.token_ids == expected
     assert replay_response(target, head, Tree.make_chain(4), PROMPT, expected) == chain.steps
-    tree = head.tree_drafter(head, DynamicShape(4, 4, 16))
+    tree = head.drafter(head, DynamicShape(4, 4, 16))
     assert decode(target, tree, PROMPT, 40).token_ids == expected
     sampling = Sampling(temperature=1.0, top_k=1)
-    sampled = decode(target, head.chain_drafter(head, 4, sampling), PROMPT, 40, sampling)
+    sampled = decode(target, head.drafter(head, 4, sampling), PROMPT, 40, sampling)
     assert sampled.token_ids == expected
 
 
@@ -102,10 +102,10 @@ def captured_kinds() -> list[Any]:
         return lambda target: fresh(target, settings_of(name)).eval()
 
     def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
-        return head.chain_drafter(head, 4, how, drafter_seeds(seeds))
+        return head.drafter(head, 4, how, drafter_seeds(seeds))
 
     def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
-        return head.tree_drafter(head, DynamicShape(4, 4, 16))
+        return head.drafter(head, DynamicShape(4, 4, 16))
 
     kinds: dict[str, tuple[Callable[[Target], Any], Draft]] = {
         "vanilla": (lambda _: None, lambda *_: NoDraft()),
@@ -203,7 +203,7 @@ def test_a_step_on_cuda_waits_once() -> None:
     head = EagleHead.from_settings(
         target, EagleConfig(), DraftVocab.make_full(target.vocab_size), seed=0
     )
-    steps = stream(target, EagleTree(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
+    steps = stream(target, EagleDrafter(head, DynamicShape(3, 3, 8)), [PROMPT, PROMPT[:3]], 40)
     next(steps), next(steps)
     torch.cuda.set_sync_debug_mode("warn")
     try:

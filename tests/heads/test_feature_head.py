@@ -40,7 +40,7 @@ def answers() -> list[list[int]]:
 def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
     head, target, num_accepted = learnt(name), shared_target(), 0
     for prompt, text in zip(prompts(), answers(), strict=True):
-        decoded = decode(target, head.chain_drafter(head, depth), prompt, 40)
+        decoded = decode(target, head.drafter(head, depth), prompt, 40)
         assert decoded.token_ids == text
         assert replay_response(target, head, Tree.make_chain(depth), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
@@ -52,10 +52,10 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
 def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicShape) -> None:
     head, target = learnt(name), shared_target()
     for prompt, text in zip(prompts(), answers(), strict=True):
-        decoded = decode(target, head.tree_drafter(head, shape), prompt, 20)
+        decoded = decode(target, head.drafter(head, shape), prompt, 20)
         assert decoded.token_ids == text[:20]
         output = target.encode_response(prompt, text[:20], head.taps)
-        found = replay_drafter(head.tree_drafter(head, shape), output, prompt, text[:20])
+        found = replay_drafter(head.drafter(head, shape), output, prompt, text[:20])
         assert found == (decoded.steps, decoded.drafted)
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
 
@@ -68,8 +68,8 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
 
     def drafter(*seeds: int) -> Drafter:
         if kind == "tree":
-            return head.tree_drafter(head, DynamicShape(3, 3, 8))
-        return head.chain_drafter(head, 3, warm, seeds)
+            return head.drafter(head, DynamicShape(3, 3, 8))
+        return head.drafter(head, 3, warm, seeds)
 
     batch = [*prompts(), prompts()[0][:2] * 5]
     together = decode_batch(target, drafter(10, 11, 12, 13), batch, 20, warm, range(4))
@@ -82,7 +82,7 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
 def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
     head, text, number = learnt(name), texts_of_target(1, 10)[0], 3000
     target, warm = shared_target(), Sampling(temperature=1.3)
-    drafter = head.chain_drafter(head, 2, warm, range(number))
+    drafter = head.drafter(head, 2, warm, range(number))
     output = target.encode_response(text[:1], text[1:], head.taps)
     many = TargetOutput(
         output.hidden_states.expand(number, -1, -1),
@@ -112,7 +112,7 @@ def test_no_row_lies_beyond_the_window(name: str, monkeypatch) -> None:
     head, text = learnt(name), texts_of_target(1, 12)[0]
     # A block's root has a row of its own, and its first draft the next.
     monkeypatch.setattr(head, "max_positions", len(text) + (2 if name == "dflash2" else 0))
-    drafter = head.chain_drafter(head, 4)
+    drafter = head.drafter(head, 4)
     observed(drafter, text)
     tokens = drafter.propose(Roots.from_ids(text[-1:])).tokens[0].tolist()
     assert [token == PAD for token in tokens] == [False, False, True, True]

@@ -14,7 +14,7 @@ from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
@@ -49,8 +49,8 @@ def drafters(target: Target) -> dict[str, Callable[[], Drafter]]:
         "none": NoDraft,
         "medusa": lambda: MedusaDrafter(medusa, make_static_tree(length, 8)),
         "medusa chain": lambda: MedusaDrafter(medusa, Tree.make_chain(length)),
-        "eagle chain": lambda: EagleChain(eagle, length, GREEDY, SEEDS),
-        "eagle": lambda: EagleTree(eagle, DynamicShape(3, 3, 8)),
+        "eagle chain": lambda: EagleDrafter(eagle, length, GREEDY, SEEDS),
+        "eagle": lambda: EagleDrafter(eagle, DynamicShape(3, 3, 8)),
         "lookup": lambda: PromptLookup(4),
         "early exit": lambda: SelfDraft(target, skip, 2, GREEDY, SEEDS),
     }

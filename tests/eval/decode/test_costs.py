@@ -16,7 +16,7 @@ from eval.decode.engine import NoDraft, decode
 from heads.decoding.cache import compute_capacity
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -110,7 +110,7 @@ def medusa_chain(target: Target) -> Drafter:
 
 def eagle_chain(target: Target) -> Drafter:
     vocab = DraftVocab.make_full(target.vocab_size)
-    return EagleChain(
+    return EagleDrafter(
         EagleHead.from_settings(target, EagleConfig(layers=[1, 2, 3]), vocab, seed=0), 2
     )
 

@@ -12,7 +12,7 @@ from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.layers import branch_attention
 from heads.layers.branch_attention import BranchCache, CausalRange
@@ -37,7 +37,9 @@ def test_drafts_read_texts_of_few_lengths(target, monkeypatch, kind: str) -> Non
 
     monkeypatch.setattr(branch_attention, "plain_branch_attention", plain_attention)
     head = learnt("eagle3")
-    drafter = EagleChain(head, 3) if kind == "chain" else EagleTree(head, DynamicShape(3, 2, 4))
+    drafter = (
+        EagleDrafter(head, 3) if kind == "chain" else EagleDrafter(head, DynamicShape(3, 2, 4))
+    )
     decode(target, drafter, prompts()[0], 80)
     assert set(widths) == {64, 128}
 
@@ -49,7 +51,7 @@ def test_output_equals_the_targets_greedy_text(family: str) -> None:
     vocab = DraftVocab.make_full(target.vocab_size)
     head = EagleHead.from_settings(target, EagleConfig(), vocab, seed=0)
     text = decode(target, NoDraft(), prompt, 20).token_ids
-    for drafter in (EagleChain(head, 3), EagleTree(head, DynamicShape(3, 3, 8))):
+    for drafter in (EagleDrafter(head, 3), EagleDrafter(head, DynamicShape(3, 3, 8))):
         assert decode(target, drafter, prompt, 20).token_ids == text
 
 
@@ -92,7 +94,7 @@ def literal_tree(head: EagleHead, committed: list[int], shape: DynamicShape) -> 
 def test_the_tree_is_eagle2s(target, name: str, shape: DynamicShape) -> None:
     head = learnt(name)
     committed = texts_of_target(1, 9)[0]
-    drafter = EagleTree(head, shape)
+    drafter = EagleDrafter(head, shape)
     cache = target.new_cache(1)
     # In two pieces, as a prompt and an accepted run come.
     for part in (slice(0, 6), slice(6, len(committed) - 1)):
@@ -121,9 +123,9 @@ def test_sampling_from_one_candidate_is_greedy(target) -> None:
     one = Sampling(temperature=1.0, top_k=1)
     text = decode(target, NoDraft(), prompts()[0], 40).token_ids
     head = learnt("eagle3, reduced")
-    chain = decode(target, EagleChain(head, 4, one), prompts()[0], 40, one)
+    chain = decode(target, EagleDrafter(head, 4, one), prompts()[0], 40, one)
     assert chain.token_ids == text
-    tree = decode(target, EagleTree(head, DynamicShape(3, 3, 8)), prompts()[0], 40, one)
+    tree = decode(target, EagleDrafter(head, DynamicShape(3, 3, 8)), prompts()[0], 40, one)
     assert tree.token_ids == text
 
 
@@ -131,7 +133,7 @@ def test_sampling_from_one_candidate_is_greedy(target) -> None:
 @pytest.mark.parametrize("name", ["eagle1", "eagle3, reduced"])
 def test_a_sampled_chain_says_what_it_was_drawn_from(target, name: str) -> None:
     head, warm = learnt(name), Sampling(temperature=0.7)
-    drafter = EagleChain(head, 3, warm, [4])
+    drafter = EagleDrafter(head, 3, warm, [4])
     committed = texts_of_target(1, 9)[0]
     output = target.encode_text(committed[:-1], head.taps)
     drafter.observe(CommittedTokens([committed[:-1]], output, target.new_cache(1)))
@@ -152,9 +154,9 @@ def test_sampled_drafts_keep_the_targets_distribution(target, kind: str) -> None
     prompt, draws = prompts()[1], 2000
     head = learnt("eagle3")
     drafter = (
-        EagleChain(head, 2, warm, range(1 << 32, (1 << 32) + draws))
+        EagleDrafter(head, 2, warm, range(1 << 32, (1 << 32) + draws))
         if kind == "chain"
-        else EagleTree(head, DynamicShape(2, 2, 4))
+        else EagleDrafter(head, DynamicShape(2, 2, 4))
     )
     drawn = decode_batch(target, drafter, [prompt] * draws, 2, warm, range(draws))
     counts = Counter(tuple(text.token_ids) for text in drawn)
@@ -202,7 +204,7 @@ def piece(
 @torch.no_grad()
 def test_what_was_seen_without_a_draft_is_read_later(target) -> None:
     head, both = learnt("eagle3.1"), texts_of_target(2, 11)
-    whole, later = (EagleTree(head, DynamicShape(3, 3, 8)) for _ in range(2))
+    whole, later = (EagleDrafter(head, DynamicShape(3, 3, 8)) for _ in range(2))
     whole.observe(piece(target, head, both[1:], 0, 14))
     later.observe(piece(target, head, both, 0, 5))
     later.observe(piece(target, head, both, 5, 8))

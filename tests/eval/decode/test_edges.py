@@ -19,7 +19,7 @@ from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import replay_response
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 
 PROMPTS = [[90, 17, 240, 8, 77, 123, 61], [105, 17], [61, 23, 77, 8, 40, 17, 5] * 2]
 READ_BY = {
@@ -98,7 +98,7 @@ def test_replay_knows_the_window_of_a_head() -> None:
     for head.max_positions in (20, 256):
         steps = []
         for text in texts(target, 6, 10):
-            found = decode(target, EagleChain(head, 4), text, 30)
+            found = decode(target, EagleDrafter(head, 4), text, 30)
             assert (
                 replay_response(target, head, Tree.make_chain(4), text, found.token_ids)
                 == found.steps

@@ -18,7 +18,7 @@ from eval.measure.replay import (
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import FeatureLayers
@@ -233,8 +233,8 @@ def test_a_step_waits_for_the_device_once(kind: str, sampling: Sampling) -> None
     drafter = {
         "none": NoDraft(),
         "medusa": MedusaDrafter(noisy_head(target), make_static_tree(3, 16)),
-        "eagle chain": EagleChain(eagle, 3, sampling, [5, 6]),
-        "eagle tree": EagleTree(eagle, DynamicShape(3, 3, 8)),
+        "eagle chain": EagleDrafter(eagle, 3, sampling, [5, 6]),
+        "eagle tree": EagleDrafter(eagle, DynamicShape(3, 3, 8)),
         "lookup": PromptLookup(3),
     }[kind]
     steps = iter(stream(target, drafter, [PROMPT, PROMPT[::-1]], 20, sampling))

@@ -13,7 +13,7 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import FeatureLayers, Target
 
@@ -109,7 +109,7 @@ def test_a_batch_has_chains_beside_trees() -> None:
 
 def making(target: Target, kind: str) -> Callable[[], Drafter]:
     if kind == "eagle":
-        return partial(EagleTree, eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8))
+        return partial(EagleDrafter, eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8))
     return partial(MedusaDrafter, noisy_head(target), make_static_tree(3, 8))
 
 

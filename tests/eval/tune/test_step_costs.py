@@ -27,7 +27,7 @@ from eval.tune.batch_size_advice import (
 from eval.tune.step_costs import NUM_PLAIN, CostCurve, load_cost_curve, measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleChain, EagleTree
+from heads.eagle.drafter import EagleDrafter
 from heads.medusa import MedusaDrafter
 
 PROMPT = [5, 6, 7, 8]
@@ -101,7 +101,10 @@ def test_all_sizes_and_drafters_are_timed(target, batch_size: int, monkeypatch) 
     eagle = eagle_head(target, EagleForm.eagle3, num_updates=1)
     seeds = range(batch_size)
     for drafters in (
-        {1: EagleChain(eagle, 1, seeds=seeds), "tree": EagleTree(eagle, DynamicShape(2, 3, 4))},
+        {
+            1: EagleDrafter(eagle, 1, seeds=seeds),
+            "tree": EagleDrafter(eagle, DynamicShape(2, 3, 4)),
+        },
         {0: MedusaDrafter(noisy_head(target), Tree.make_chain(3))},
         {0: NoDraft()},
     ):
@@ -188,7 +191,7 @@ def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monk
     lengths = []
 
     def batch(_target, drafter, prompts: list[list[int]], max_new_tokens: int):
-        lengths.append((len(prompts), 0 if isinstance(drafter, NoDraft) else drafter.tree.depth))
+        lengths.append((len(prompts), 0 if isinstance(drafter, NoDraft) else drafter.shape.depth))
         assert max_new_tokens == 9
         return 10, seconds[len(prompts)].pop(0)
 
@@ -238,7 +241,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
                     target,
                     MedusaDrafter(head, Tree.make_chain(length))
                     if family == "medusa"
-                    else EagleChain(head, length),
+                    else EagleDrafter(head, length),
                     prompt.token_ids,
                     20,
                 ).steps,

@@ -20,7 +20,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay_response
 from heads.decoding.tree import Tree
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
 from heads.export.writer import compute_reference_tensors
 from heads.kinds import load_head
@@ -262,7 +262,7 @@ def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: st
     head = HEADS[kind](target)
     text = decode(target, NoDraft(), PROMPT, 20).token_ids
     drafter = (
-        MedusaDrafter(head, Tree.make_chain(3)) if kind == "medusa" else EagleChain(head, 3)
+        MedusaDrafter(head, Tree.make_chain(3)) if kind == "medusa" else EagleDrafter(head, 3)
     )  # fmt: skip
     decoded = decode(target, drafter, PROMPT, 20)
     assert decoded.token_ids == text

@@ -19,7 +19,7 @@ from feature_heads import (
 from torch import Tensor
 from toys import packed
 
-from heads.blocks.drafter import BlockChain, BlockTree
+from heads.blocks.drafter import BlockDrafter
 from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
 from train.batch.batch import STEP_TARGETS
@@ -33,10 +33,10 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) f
 def test_a_tree_holds_the_likeliest_paths_of_all(name: str) -> None:
     head, text = learnt(name), texts_of_target(1, 12)[0]
     width, kept = 7, 9
-    drafter = BlockTree(head, DynamicShape(3, width, kept))
+    drafter = BlockDrafter(head, DynamicShape(3, width, kept))
     observed(drafter, text)
     draft = drafter.propose(Roots.from_ids(text[-1:]))
-    sure, outputs, base = drafter._compute_slots(Roots.from_ids(text[-1:]))
+    sure, (base, outputs) = text[-1], drafter._compute_slots(Roots.from_ids(text[-1:]))
     paths: dict[tuple[int, ...], float] = {}
 
     def follow(path: tuple[int, ...], score: float, state: Tensor | None) -> None:
@@ -71,10 +71,10 @@ def test_what_trains_is_what_drafts(name: str) -> None:
     for row, anchor in enumerate(anchors.tolist()):
         document, place = divmod(anchor, len(documents[0]))
         text = documents[document][: place + 2]
-        drafter = BlockChain(learnt(name), 4 if name.startswith("dflash") else 5)
+        drafter = BlockDrafter(learnt(name), 4 if name.startswith("dflash") else 5)
         observed(drafter, text)
         assert drafter.cache.prepared_slots.lengths == [place + 1]
-        _, outputs, _ = drafter._compute_slots(Roots.from_ids(text[-1:]))
+        _, outputs = drafter._compute_slots(Roots.from_ids(text[-1:]))
         torch.testing.assert_close(trained[row], outputs[0], rtol=1e-4, atol=1e-4)
 
 
@@ -103,7 +103,7 @@ def test_masks_are_embedded_as_the_mask_token() -> None:
     text = texts_of_target(1, 8)[0]
     drawn = []
     for each in (head, other):
-        drafter = BlockChain(each, 4)
+        drafter = BlockDrafter(each, 4)
         observed(drafter, text)
         drawn.append(drafter._compute_slots(Roots.from_ids(text[-1:]))[1])
     assert not torch.allclose(drawn[0], drawn[1])
@@ -115,10 +115,11 @@ def test_a_chain_takes_the_best_token_after_the_one_before(name: str) -> None:
     head, text = copy.deepcopy(learnt(name)), texts_of_target(1, 12)[0]
     for matrix in head.find_embeddings():  # so that the token before decides
         matrix.copy_(torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0)))
-    drafter = BlockChain(head, 4)
+    drafter = BlockDrafter(head, 4)
     observed(drafter, text)
     tokens = drafter.propose(Roots.from_ids(text[-1:])).tokens[0].tolist()
-    before, outputs, base = drafter._compute_slots(Roots.from_ids(text[-1:]))
+    roots = Roots.from_ids(text[-1:])
+    before, (base, outputs) = roots.tokens, drafter._compute_slots(roots)
     expected: list[int] = []
     state: Tensor | None = None
     for slot in range(4):

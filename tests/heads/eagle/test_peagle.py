@@ -14,7 +14,7 @@ from toys import packed
 
 from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
-from heads.eagle.peagle import PEagleChain, PEagleHead, PEagleTree
+from heads.eagle.peagle import PEagleDrafter, PEagleHead
 from train.batch.batch import SUPERVISION, add_supervision
 from train.peagle import PEagleObjective, compute_kept_fraction, draw_step_anchors, split_segments
 
@@ -27,10 +27,10 @@ def head() -> PEagleHead:
 @torch.inference_mode()
 def test_a_tree_holds_the_likeliest_paths_of_all(head) -> None:
     text, width, kept = texts_of_target(1, 12)[0], 5, 9
-    drafter = PEagleTree(head, DynamicShape(3, width, kept))
+    drafter = PEagleDrafter(head, DynamicShape(3, width, kept))
     observed(drafter, text)
     draft = drafter.propose(Roots.from_ids(text[-1:]))
-    observed(again := PEagleTree(head, DynamicShape(3, width, kept)), text)
+    observed(again := PEagleDrafter(head, DynamicShape(3, width, kept)), text)
     best = again._compute_logits(Roots.from_ids(text[-1:]))[0].log_softmax(-1).topk(width)
     rows = [
         list(zip(scores.tolist(), head.vocab.to_target_ids(ids).tolist(), strict=True))
@@ -65,7 +65,7 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
         for row, token in enumerate(tokens.tolist()):
             document, place = divmod(token, len(documents[0]))
             text = documents[document][: place + 2]
-            drafter = PEagleChain(head, 4)
+            drafter = PEagleDrafter(head, 4)
             observed(drafter, text)
             logits = drafter._compute_logits(Roots.from_ids(text[-1:]))
             assert drafter.cache.prepared_slots.lengths == [place + 1]

@@ -110,9 +110,7 @@ def test_decoding_loses_nothing_and_replays(architecture: str) -> None:
     assert found.token_ids == text
     assert replay_response(target, head, chain, prompt, text) == found.steps
     assert sum(step.num_accepted for step in found.steps) > 10
-    assert (
-        decode(target, head.tree_drafter(head, DynamicShape(3, 3, 8)), prompt, 30).token_ids == text
-    )
+    assert decode(target, head.drafter(head, DynamicShape(3, 3, 8)), prompt, 30).token_ids == text
 
 
 @pytest.mark.parametrize("architecture", TARGETS)

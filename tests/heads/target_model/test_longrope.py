@@ -9,7 +9,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from eval.measure.replay import replay_drafter, replay_response
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleChain
+from heads.eagle.drafter import EagleDrafter
 from heads.layers.documents import Documents
 from heads.medusa import MedusaDrafter
 from heads.target_model.check import check_target_support
@@ -154,14 +154,14 @@ def test_replay_of_features_equals_decoding() -> None:
     target = endless_target("phi3", **LONGROPE, num_hidden_layers=4)
     head = eagle_head(target, EagleForm.eagle3, num_updates=20)
     for prompt in PROMPTS:
-        found = decode(target, EagleChain(head, 3), prompt, NUM_NEW)
+        found = decode(target, EagleDrafter(head, 3), prompt, NUM_NEW)
         assert (
             replay_response(target, head, Tree.make_chain(3), prompt, found.token_ids)
             == found.steps
         )
-        found = decode(target, head.tree_drafter(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
+        found = decode(target, head.drafter(head, DynamicShape(3, 3, 8)), prompt, NUM_NEW)
         output = target.encode_response(prompt, found.token_ids, head.taps)
-        tree = head.tree_drafter(head, DynamicShape(3, 3, 8))
+        tree = head.drafter(head, DynamicShape(3, 3, 8))
         assert replay_drafter(tree, output, prompt, found.token_ids) == (found.steps, found.drafted)
 
 
