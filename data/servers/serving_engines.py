@@ -15,6 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any
 
 from conf.command.clock import Stopwatch
@@ -166,8 +167,8 @@ class LoadMeasurement:
 class EngineProtocol(ABC):
     """Requests to one kind of serving engine. Each may raise as `EndpointClient.request_json` does.
 
-    Engines count draft tokens over all requests, so the counters are read before and after, unless
-    a class says otherwise.
+    Counters of draft tokens are of all requests, so they are read before and after, unless a class
+    says otherwise.
 
     Attributes:
         drafts_end_with_text: whether the engine never drafts beyond the end of a text.
@@ -219,19 +220,17 @@ class EngineProtocol(ABC):
         before = await self.request_draft_counters()
         body = self.build_request(prompt_ids, request)
         reply = await self.client.request_json("POST", self.path, body)
-        counts = self.subtract_counters(before, await self.request_draft_counters())
-        ids = self.parse_token_ids(reply)
-        if counts is None:
-            return DraftCounts.from_passes(ids, self.parse_accepted_lengths(reply), self.depth)
+        after, ids = await self.request_draft_counters(), self.parse_token_ids(reply)
+        counts = self.count_drafts(before, after, self.parse_accepted_lengths(reply))
         return replace(counts, text=ids)
 
     async def request_draft_counters(self) -> list[int]:
-        """Request the counters since the server's start; empty without a draft head.
+        """Request the counters since the server's start; zeros without a draft head.
 
         Returns:
             Number of drafts, of draft tokens, and of accepted tokens at each position.
         """
-        return await self._request_counters() if self.depth else []
+        return await self._request_counters() if self.depth else [0, 0]
 
     async def _request_counters(self) -> list[int]:
         """Request the counters, and set `depth` to the number of positions among them."""
@@ -245,15 +244,10 @@ class EngineProtocol(ABC):
         self.depth = len(accepted)
         return [*totals.values(), *(accepted[position] for position in sorted(accepted))]
 
-    def subtract_counters(self, before: list[int], after: list[int]) -> DraftCounts | None:
-        """Subtract an earlier reading of the server's counters from a later one.
-
-        Returns None for an engine that reports counts with every reply (SGLang).
-        """
-        if not self.depth:
-            return DraftCounts([], 0, 0, [])
-        new = [count - old for count, old in zip(after, before, strict=True)]
-        return DraftCounts([], new[0], new[1], new[2:])
+    def count_drafts(self, before: list[int], after: list[int], _lengths: list[int]) -> DraftCounts:
+        """Count drafts between two readings of the counters, or by their accepted `_lengths`."""
+        drafts, proposed, *accepted = map(sub, after, before)
+        return DraftCounts([], drafts, proposed, accepted)
 
     async def empty_prefix_cache(self) -> None:  # noqa: B027  most need not
         """Empty the engine's cache of prompts, if requests cannot be kept from sharing it."""
@@ -305,6 +299,7 @@ class ServingEngine(SyncEndpointClient):
         depth: number of draft tokens of a pass; 0 without a draft head.
         within: whether drafts end with the text (see `DraftCounts.from_passes_within_text`).
         max_model_len: limit of prompt and answer in tokens; None if the server gives none.
+        protocol: requests to this engine, once it is connected.
     """
 
     def __init__(self, endpoint: Endpoint, concurrency: int = 1, drafts: bool = True) -> None:
@@ -324,7 +319,7 @@ class ServingEngine(SyncEndpointClient):
         self.version: str | None = None
         self.adapters: list[str] = []
         self.max_model_len: int | None = None
-        self._protocol: EngineProtocol | None = None
+        self.protocol: EngineProtocol
 
     def connect(self) -> None:
         """Identify the engine; refuse an unknown one, and one that drafts or not against `drafts`.
@@ -370,7 +365,20 @@ class ServingEngine(SyncEndpointClient):
         }
         body |= {"tools": tools} if tools else {}
         body |= {"chat_template_kwargs": kwargs} if kwargs else {}
-        return self._run_on_portal(self._request_rendering, body | {"model": self.model})
+        body |= {"model": self.model}
+
+        async def request_rendering() -> list[int] | int:
+            reply = await self.client.request_json("POST", "v1/chat/completions", body)
+            try:
+                ids = reply.get("prompt_token_ids")
+                rendered = list(ids) if ids else int(reply["usage"]["prompt_tokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ReplyError("a chat's reply has no usage.prompt_tokens") from error
+            if not rendered:  # llama.cpp with a file that holds no tokenizer
+                raise ReplyError("renders a chat as nothing")
+            return rendered
+
+        return self._run_on_portal(request_rendering)
 
     def stream_texts(
         self,
@@ -388,13 +396,23 @@ class ServingEngine(SyncEndpointClient):
         Raises:
             InputError: a prompt got no answer.
         """
-        return self._run_on_portal(self._stream_texts, jobs, concurrency, tell)
+        protocol, texts = self.protocol, dict[int, StreamedText]()
 
-    @property
-    def protocol(self) -> EngineProtocol:
-        """Requests to this engine. They exist inside the context."""
-        assert self._protocol is not None
-        return self._protocol
+        async def stream_one(index: int) -> tuple[int, StreamedText]:
+            return index, await protocol.stream_text(*jobs[index])
+
+        async def stream_all() -> LoadMeasurement:
+            await protocol.empty_prefix_cache()
+            before, watch = await protocol.request_draft_counters(), Stopwatch()
+            async for ended in iter_completed(range(len(jobs)), stream_one, concurrency):
+                texts.update(ended)
+                tell(len(ended))
+            seconds, after = watch.seconds(), await protocol.request_draft_counters()
+            ordered = [texts[index] for index in range(len(jobs))]
+            lengths = [length for text in ordered for length in text.lengths]
+            return LoadMeasurement(ordered, seconds, protocol.count_drafts(before, after, lengths))
+
+        return self._run_on_portal(stream_all)
 
     def _run_on_portal(self, work: Any, *arguments: Any) -> Any:
         try:
@@ -413,54 +431,18 @@ class ServingEngine(SyncEndpointClient):
             self.max_model_len = served.get("max_model_len")
             if self.max_model_len is None:  # llama.cpp names no `meta` while it loads
                 self.max_model_len = (served.get("meta") or {}).get("n_ctx")
-            self._protocol = PROTOCOLS[self.name](self.client, self.model)
+            self.protocol = PROTOCOLS[self.name](self.client, self.model)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ReplyError(
                 f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
         self.version = await self.client.request_version()
-        await self._protocol.find_draft_depth(self.drafts)
-        self.depth, self.within = self._protocol.depth, self._protocol.drafts_end_with_text
+        await self.protocol.find_draft_depth(self.drafts)
+        self.depth, self.within = self.protocol.depth, self.protocol.drafts_end_with_text
         if self.depth and not self.drafts:
             raise ReplyError(
                 f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
             )
-
-    async def _request_rendering(self, body: dict[str, Any]) -> list[int] | int:
-        reply = await self.client.request_json("POST", "v1/chat/completions", body)
-        try:
-            ids = reply.get("prompt_token_ids")
-            rendered = list(ids) if ids else int(reply["usage"]["prompt_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReplyError("a chat's reply has no usage.prompt_tokens") from error
-        if not rendered:  # llama.cpp with a file that holds no tokenizer
-            raise ReplyError("renders a chat as nothing")
-        return rendered
-
-    async def _stream_texts(
-        self,
-        jobs: Sequence[tuple[list[int], TextRequest]],
-        concurrency: int,
-        tell: Callable[[int], object],
-    ) -> LoadMeasurement:
-        protocol = self.protocol
-        await protocol.empty_prefix_cache()
-        texts: dict[int, StreamedText] = {}
-
-        async def stream_one(index: int) -> tuple[int, StreamedText]:
-            return index, await protocol.stream_text(*jobs[index])
-
-        before, watch = await protocol.request_draft_counters(), Stopwatch()
-        async for ended in iter_completed(range(len(jobs)), stream_one, concurrency):
-            texts |= ended
-            tell(len(ended))
-        seconds = watch.seconds()
-        ordered = [texts[index] for index in range(len(jobs))]
-        counts = protocol.subtract_counters(before, await protocol.request_draft_counters())
-        if counts is None:
-            lengths = [length for text in ordered for length in text.lengths]
-            counts = DraftCounts.from_passes([], lengths, self.depth)
-        return LoadMeasurement(ordered, seconds, counts)
 
 
 def _choose_model(listed: list[dict], model: str | None) -> dict:
@@ -469,13 +451,10 @@ def _choose_model(listed: list[dict], model: str | None) -> dict:
     Raises:
         ReplyError: the server does not list the model.
     """
-    if model is None:
-        return listed[0]
-    for each in listed:
-        if each["id"] == model:
-            return each
-    names = ", ".join(str(each["id"]) for each in listed)
-    raise ReplyError(f"model={model}: not served; allowed: {names}")
+    by_name = {each["id"]: each for each in listed}
+    if model is not None and model not in by_name:
+        raise ReplyError(f"model={model}: not served; allowed: {', '.join(map(str, by_name))}")
+    return listed[0] if model is None else by_name[model]
 
 
 class _VllmProtocol(EngineProtocol):
@@ -569,8 +548,10 @@ class _SglangProtocol(EngineProtocol):
     async def request_draft_counters(self) -> list[int]:
         return []
 
-    def subtract_counters(self, _before: list[int], _after: list[int]) -> None:
-        return None
+    def count_drafts(
+        self, _before: list[int], _after: list[int], lengths: list[int]
+    ) -> DraftCounts:
+        return DraftCounts.from_passes([], lengths, self.depth)
 
     async def empty_prefix_cache(self) -> None:
         await self.client.request_text("flush_cache")
