@@ -4,13 +4,13 @@ This module needs no torch.
 """
 
 import asyncio
-import contextlib
 import email.utils
 import itertools
 import json
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -331,29 +331,24 @@ class SyncEndpointClient:
 
     Attributes:
         endpoint: the server.
-        client: asynchronous client with its own thread.
+        client: asynchronous client.
+        portal: thread of the client, inside the context.
     """
 
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
         """Keep the endpoint; connect later. See `EndpointClient`."""
         self.endpoint = endpoint
         self.client = EndpointClient(endpoint, concurrency)
+        self.portal: BlockingPortal
         self._stack = ExitStack()
-        self._portal: BlockingPortal | None = None
-
-    @property
-    def portal(self) -> BlockingPortal:
-        """Thread of the asynchronous client. It exists inside the context."""
-        assert self._portal is not None
-        return self._portal
 
     def connect(self) -> None:
         """Try the server, as a subclass needs. An error closes the connection."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            stack.enter_context(self._portal.wrap_async_context_manager(self.client))
+            self.portal = stack.enter_context(start_blocking_portal())
+            stack.enter_context(self.portal.wrap_async_context_manager(self.client))
             self.connect()
             self._stack = stack.pop_all()
         return self
@@ -418,36 +413,26 @@ def request_continuations(
         InputError: a prompt got no answer, or an answer without token ids.
     """
     shared = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens, "return_token_ids": True}
-    bodies = [
-        {**shared, **settings, "prompt": ids}
-        for ids, settings in zip(prompts, request_settings, strict=True)
-    ]
-    answers: dict[int, list[int]] = {}
 
-    async def request_all() -> None:
-        async with EndpointClient(endpoint, concurrency) as client:
-            model = await client.first_model()
+    def request_one(prompt: list[int], settings: Mapping[str, Any]) -> list[int]:
+        body = {**shared, **settings, "prompt": prompt, "model": model}
+        reply = server.portal.call(server.client.request_json, "POST", "completions", body)
+        try:
+            return list(reply["choices"][0]["token_ids"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise RequestFailedError(
+                "the reply has no choices[0].token_ids: the server must be a recent vLLM"
+            ) from error
 
-            async def request_one(index: int) -> tuple[int, list[int]]:
-                body = bodies[index] | {"model": model}
-                reply = await client.request_json("POST", "completions", body)
-                try:
-                    return index, list(reply["choices"][0]["token_ids"])
-                except (KeyError, IndexError, TypeError) as error:
-                    raise RequestFailedError(
-                        "the reply has no choices[0].token_ids: the server must be a recent vLLM"
-                    ) from error
-
-            completed = iter_completed(range(len(bodies)), request_one, concurrency)
-            async with contextlib.aclosing(completed):
-                async for results in completed:
-                    answers.update(results)
-
-    try:
-        asyncio.run(request_all())
-    except (RequestFailedError, RequestRefusedError) as error:
-        raise InputError(f"{endpoint}: {error}") from error
-    return [answers[index] for index in range(len(bodies))]
+    with (
+        SyncEndpointClient(endpoint, concurrency) as server,
+        ThreadPoolExecutor(concurrency) as threads,
+    ):
+        model = server.portal.call(server.client.first_model)
+        try:
+            return list(threads.map(request_one, prompts, request_settings))
+        except (RequestFailedError, RequestRefusedError) as error:
+            raise InputError(f"{endpoint}: {error}") from error
 
 
 def find_relay_token() -> str | None:
