@@ -39,7 +39,6 @@ KEPT_FREE = 2
 """Free bytes of the storage, as a multiple of all requested bytes, above which another file is
 requested."""
 TRANSFER = "kv_transfer_params"
-INCLUDE_OUTPUTS = {"include_output_tokens": True}
 RequestSettings = Mapping[str, Any]
 """Request settings of OpenAI's protocol or of vLLM's additions."""
 
@@ -175,14 +174,14 @@ class HiddenStatesClient(SyncEndpointClient):
         models = {str(model["id"]): model for model in listed}
         self.model = self.model or next(iter(models))
         if self.model not in models:
-            raise self._make_input_error(
-                f"serves no model {self.model}; it lists {sorted(models)}: name one of these"
+            raise InputError(
+                f"{self.endpoint}: serves no model {self.model}; it lists {sorted(models)}: name "
+                "one of these"
             )
         served = models[self.model]
         base = models.get(str(served.get("parent")), {})  # of an adapter
         self.max_model_len = served.get("max_model_len") or base.get("max_model_len")
-        version = self.portal.call(self.client.request_version)
-        if version is not None:
+        if version := self.portal.call(self.client.request_version):
             check_version(version, str(self.endpoint))
         self.request_states([0])
 
@@ -214,47 +213,35 @@ class HiddenStatesClient(SyncEndpointClient):
         try:
             return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], entries, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._make_input_error(
-                "returns no prompt_logprobs; serve with vLLM 0.26 or newer"
+            raise InputError(
+                f"{self.endpoint}: returns no prompt_logprobs; serve with vLLM 0.26 or newer"
             ) from error
 
     def request_answer(
-        self, prompt: list[int], max_new_tokens: int, request_settings: RequestSettings
-    ) -> list[int]:
-        """Request the target's answer to a prompt.
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        request_settings: RequestSettings,
+        include_outputs: bool = False,
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """Request the target's answer to a prompt, with hidden states.
 
         Args:
             prompt: token ids.
             max_new_tokens: largest number of tokens of the answer.
             request_settings: further settings of the request, e.g. `temperature` and `seed`.
+            include_outputs: whether the states are of all tokens but the answer's last, in place of
+                the prompt's.
 
         Returns:
-            Token ids of the answer, including the ending one.
+            Token ids of the answer, including the ending one, and states as from `request_states`.
 
         Raises:
             InputError: as `request_states`.
         """
         settings = {**WHOLE_DISTRIBUTION, **request_settings, "return_token_ids": True}
-        with self._reserve_storage(len(prompt)):
-            choice, _ = self.portal.call(self._request_tokens, prompt, max_new_tokens, settings)
-        return choice["token_ids"]
-
-    def request_answer_with_states(
-        self, prompt: list[int], max_new_tokens: int, request_settings: RequestSettings
-    ) -> tuple[list[int], dict[str, Tensor]]:
-        """Request an answer with the hidden states of all tokens but its last.
-
-        One request gives both. Arguments are those of `request_answer`.
-
-        Returns:
-            Token ids of the answer, and states as from `request_states`.
-
-        Raises:
-            InputError: as `request_states`.
-        """
-        settings = {**WHOLE_DISTRIBUTION, **request_settings, "return_token_ids": True}
-        settings[TRANSFER] = INCLUDE_OUTPUTS
-        with self._reserve_storage(len(prompt) + max_new_tokens):
+        settings |= {TRANSFER: {"include_output_tokens": True}} if include_outputs else {}
+        with self._reserve_storage(len(prompt) + (max_new_tokens if include_outputs else 0)):
             choice, states = self.portal.call(
                 self._request_tokens, prompt, max_new_tokens, settings
             )
@@ -280,7 +267,9 @@ class HiddenStatesClient(SyncEndpointClient):
                 if free > KEPT_FREE * (self._num_bytes + num_bytes):
                     break
                 if not self._room.wait(until - time.monotonic()):
-                    raise self._make_states_error(f"only {free} bytes are free where it writes")
+                    raise HiddenStatesError(
+                        f"{self.endpoint}: only {free} bytes are free where it writes"
+                    )
             self._num_bytes += num_bytes
         try:
             yield
@@ -300,36 +289,34 @@ class HiddenStatesClient(SyncEndpointClient):
         settings = settings or {}
         num_tokens = len(token_ids)
         if self.max_model_len is not None and num_tokens + num_new > self.max_model_len:
-            raise self._make_input_error(
-                f"a document of {num_tokens} tokens is too long, as the server takes "
-                f"{self.max_model_len - num_new} and {num_new} more; serve with --max-model-len "
-                f"{num_tokens + num_new}, or set data.max_length lower"
+            raise InputError(
+                f"{self.endpoint}: a document of {num_tokens} tokens is too long, as the server "
+                f"takes {self.max_model_len - num_new} and {num_new} more; serve with "
+                f"--max-model-len {num_tokens + num_new}, or set data.max_length lower"
             )
         body = {"model": self.model, "prompt": token_ids, "max_tokens": num_new, "temperature": 0}
         body |= settings
         try:
             reply = await self.client.request_json("POST", "completions", body)
         except (RequestFailedError, RequestRefusedError) as error:
-            kind = (
-                ServerUnavailableError
-                if isinstance(error, RequestFailedError)
-                else HiddenStatesError
-            )
-            raise kind(
+            failed = isinstance(error, RequestFailedError)
+            raise (ServerUnavailableError if failed else HiddenStatesError)(
                 f"{self.endpoint}: no hidden states of a document of {num_tokens} tokens: {error}"
             ) from error
         path = (reply.get(TRANSFER) or {}).get("hidden_states_path")
         if path is None:
-            raise self._make_input_error(f"returns no hidden states; {self._format_serve_hint()}")
+            raise InputError(
+                f"{self.endpoint}: returns no hidden states; {self._format_serve_hint()}"
+            )
         if Path(path).parent.name != self.taps.folder_name:
-            raise self._make_input_error(
-                f"writes {path}, outside of {self.taps.folder_name}, so perhaps other layers; "
-                f"{self._format_serve_hint()}"
+            raise InputError(
+                f"{self.endpoint}: writes {path}, outside of {self.taps.folder_name}, so perhaps "
+                f"other layers; {self._format_serve_hint()}"
             )
         choice = (reply.get("choices") or [{}])[0]
         if "return_token_ids" in settings and not choice.get("token_ids"):
-            raise self._make_input_error(
-                "returns no token ids of its answers; serve with a newer vLLM"
+            raise InputError(
+                f"{self.endpoint}: returns no token ids of its answers; serve with a newer vLLM"
             )
         ids = token_ids + (choice["token_ids"][:-1] if TRANSFER in settings else [])
         return choice, await anyio.to_thread.run_sync(self._load_states, Path(path), ids)
@@ -342,32 +329,27 @@ class HiddenStatesClient(SyncEndpointClient):
             raise type(error)(f"{self.endpoint}: {error}") from error
         shape = [len(token_ids), len(self.taps.written_layers), self.taps.hidden_size]
         if list(written.shape) != shape:
-            raise self._make_input_error(
-                f"hidden states have shape {list(written.shape)}, not {shape} (tokens, layers, "
-                "hidden size), so it serves another target or other layers; "
+            raise InputError(
+                f"{self.endpoint}: hidden states have shape {list(written.shape)}, not {shape} "
+                "(tokens, layers, hidden size), so it serves another target or other layers; "
                 f"{self._format_serve_hint()}"
             )
         norms = torch.linalg.vector_norm(written, dim=-1)  # one pass; narrow dtypes may overflow
         if not norms.isfinite().all() and not written.isfinite().all():
-            raise self._make_states_error(
-                "hidden states have NaN or infinity; check the server's --dtype"
+            raise HiddenStatesError(
+                f"{self.endpoint}: hidden states have NaN or infinity; check the server's --dtype"
             )
         # Only a first token may be all zeros, if its embedding is zero.
         if not norms[1:, -1].all() and not written[1:, -1].any(dim=1).all():
-            raise self._make_states_error(
-                "hidden states are zeros, so it left them out; see the server's log"
+            raise HiddenStatesError(
+                f"{self.endpoint}: hidden states are zeros, so it left them out; see the server's "
+                "log"
             )
         return self.taps.split_layers(written)
 
     def _format_serve_hint(self) -> str:
         options = self.taps.serve_options("/dev/shm")
         return f"serve with: {shlex.join(['vllm', 'serve', self.taps.target, *options])}"
-
-    def _make_states_error(self, text: str) -> HiddenStatesError:
-        return HiddenStatesError(f"{self.endpoint}: {text}")
-
-    def _make_input_error(self, text: str) -> InputError:
-        return InputError(f"{self.endpoint}: {text}")
 
 
 def check_version(version: str, who: str) -> None:

@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from functools import partial
-from typing import Self, TypeVar
+from operator import methodcaller
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,26 +100,22 @@ class HiddenStatesPool:
             HiddenStatesError: all attempts failed.
             InputError: a server serves something else, or too many attempts failed in a row.
         """
-        return self._try_servers(lambda server: server.request_states(token_ids))
+        return self._try_servers(methodcaller("request_states", token_ids))
 
     def request_answers_with_states(
         self, prompts: Iterable[list[int]], max_new_tokens: int, request_settings: RequestSettings
     ) -> list[tuple[list[int], dict[str, Tensor]]]:
         """Request answers to prompts, each with its hidden states, in the order of the prompts.
 
-        Answers are as from `HiddenStatesClient.request_answer_with_states`. Raises as
+        Answers are as from `HiddenStatesClient.request_answer`, with outputs included. Raises as
         `request_states` does.
         """
+        settings = max_new_tokens, request_settings, True
+        futures = [self._submit_answer(prompt, *settings) for prompt in prompts]
+        return [future.result() for future in futures]
 
-        def submit(prompt: list[int]) -> Future[tuple[list[int], dict[str, Tensor]]]:
-            return self._threads.submit(
-                self._try_servers,
-                lambda server: server.request_answer_with_states(
-                    prompt, max_new_tokens, request_settings
-                ),
-            )
-
-        return [future.result() for future in list(map(submit, prompts))]
+    def _submit_answer(self, *arguments: Any) -> "Future[tuple[list[int], dict[str, Tensor]]]":
+        return self._threads.submit(self._try_servers, methodcaller("request_answer", *arguments))
 
     def stream_answers(
         self,
@@ -136,18 +132,12 @@ class HiddenStatesPool:
             max_new_tokens: largest number of tokens per answer.
             request_settings: settings of each request, see `HiddenStatesClient.request_answer`.
         """
-
-        def answer(number: int, server: HiddenStatesClient) -> tuple[int, list[int]]:
-            return number, server.request_answer(
-                prompts[number], max_new_tokens, request_settings[number]
-            )
-
-        futures = [
-            self._threads.submit(self._try_servers, partial(answer, number))
-            for number in range(len(prompts))
-        ]
+        futures = {
+            self._submit_answer(prompt, max_new_tokens, request_settings[number]): number
+            for number, prompt in enumerate(prompts)
+        }
         for future in as_completed(futures):
-            yield future.result()
+            yield futures[future], future.result()[0]
 
     def _try_servers(self, request: Callable[[HiddenStatesClient], Result]) -> Result:
         """Send a request to one server after another; if none answers, to all again for a while."""

@@ -40,6 +40,6 @@ def test_states_are_read_by_a_recorded_answer(tmp_path: Path, version: str) -> N
 def test_an_answer_has_the_tokens_that_were_written(tmp_path: Path) -> None:
     server = RecordedServer(tmp_path, "0.32.0")
     with server, engine(server) as states:
-        ids, found = states.request_answer_with_states([5, 6, 7], 2, {"temperature": 0.0})
+        ids, found = states.request_answer([5, 6, 7], 2, {"temperature": 0.0}, include_outputs=True)
     assert ids == [302, 359]
     assert found["layers.1"].equal(expected([5, 6, 7, 302])["layers.1"])
