@@ -21,7 +21,7 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from io import BufferedIOBase, RawIOBase
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -70,31 +70,6 @@ class HiddenStatesError(InputError):
     """The hidden states of a document are missing or wrong; another attempt or server may help."""
 
 
-class StateFiles(Protocol):
-    """Access to a server's files."""
-
-    def load_and_delete(self, path: Path, token_ids: list[int]) -> Tensor:
-        """Read a file and delete it.
-
-        Args:
-            path: path as the server names it.
-            token_ids: [S] ids that the file must hold; other files are not deleted.
-
-        Returns:
-            `hidden_states` as written; [S, L, D] from a correctly started server.
-
-        Raises:
-            HiddenStatesError: the file is missing, incomplete or of other tokens.
-            InputError: no file of this server can be read.
-        """
-
-    def free_bytes(self) -> int | None:
-        """Return the free bytes where the server writes; None if unknown."""
-
-    def close(self) -> None:
-        """Close open connections."""
-
-
 class SharedFolder:
     """Access to files in a folder that has the same name here and on the server.
 
@@ -112,7 +87,19 @@ class SharedFolder:
         self._swept_at = -SWEEP_EVERY_S
 
     def load_and_delete(self, path: Path, token_ids: list[int]) -> Tensor:
-        """See `StateFiles`."""
+        """Read a file and delete it.
+
+        Args:
+            path: path as the server names it.
+            token_ids: [S] ids that the file must hold; other files are not deleted.
+
+        Returns:
+            `hidden_states` as written; [S, L, D] from a correctly started server.
+
+        Raises:
+            HiddenStatesError: the file is missing, incomplete or of other tokens.
+            InputError: no file of this server can be read.
+        """
         wait_until_whole(path, self.timeout_s)
         try:
             with path.open("rb", buffering=0) as file:
@@ -140,11 +127,11 @@ class SharedFolder:
         return states
 
     def free_bytes(self) -> int | None:
-        """See `StateFiles`."""
+        """Return the free bytes where the server writes; None if unknown."""
         return None if self._folder is None else shutil.disk_usage(self._folder).free
 
     def close(self) -> None:
-        """See `StateFiles`."""
+        """Close nothing, as no file stays open."""
 
 
 def wait_until_whole(path: Path, timeout_s: float) -> None:
@@ -251,7 +238,7 @@ def delete_old_files(folder: Path, age_s: float) -> int:
 
 
 class RelayFiles:
-    """Access to the files of one relay. See `StateFiles`.
+    """Access to the files of one relay.
 
     Each thread reads through a connection of its own and leaves the connection to the next thread.
     """
@@ -280,7 +267,7 @@ class RelayFiles:
         self._free_at = -FREE_FOR_S
 
     def load_and_delete(self, path: Path, token_ids: list[int]) -> Tensor:
-        """See `StateFiles`."""
+        """See `SharedFolder`."""
         tensors = self._send_request(
             "GET", path.name, lambda body: load_safetensors(body, body.length or 0), self.timeout_s
         )
@@ -289,7 +276,7 @@ class RelayFiles:
         return states
 
     def free_bytes(self) -> int | None:
-        """See `StateFiles`."""
+        """See `SharedFolder`."""
         if time.monotonic() - self._free_at >= FREE_FOR_S:
             try:
                 reply = self._send_request(
@@ -379,6 +366,10 @@ class RelayFiles:
         if response.status == 409:
             raise HiddenStatesError(f"{who}: {reason}")
         return f"HTTP {response.status}: {reason}"
+
+
+StateFiles = SharedFolder | RelayFiles
+"""Access to a server's files."""
 
 
 def extract_states(tensors: dict[str, Tensor], token_ids: list[int], path: Path) -> Tensor:
