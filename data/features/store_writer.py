@@ -6,16 +6,14 @@ A device copies tensors to pinned host memory on a stream of its own, and thread
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 import torch
-import xxhash
 from torch import Tensor
 
 from conf.errors import InputError
@@ -97,43 +95,35 @@ def write_shard(
     Raises:
         InputError: the shard cannot be written, e.g. on a full disk. Nothing of it is left.
     """
-    try:
-        return retry_io(partial(_write_shard, folder, name, fields, sequences))
-    except OSError as error:
-        raise InputError(
-            f"out_dir={folder}: cannot write {name}: {error.strerror}; whole shards are kept. Free "
-            "space or mend the folder, and start again to continue"
-        ) from error
-
-
-def _write_shard(
-    folder: Path, name: str, fields: Sequence[TensorSpec], sequences: Sequence[Mapping[str, Tensor]]
-) -> ShardIndex:
     num_tokens = [len(sequence[fields[0].name]) for sequence in sequences]
     checksums = [
         compute_checksum(memory_of(sequence[field.name]) for field in fields)
         for sequence in sequences
     ]
-    parts: Iterable[bytes | memoryview] = chain(
-        [_build_header(fields, sum(num_tokens))],
-        (memory_of(sequence[field.name]) for field in fields for sequence in sequences),
-    )
-    path, digest = folder / f"{name}{SAFETENSORS_SUFFIX}", xxhash.xxh3_64()
+    path = folder / f"{name}{SAFETENSORS_SUFFIX}"
+    parts: list[bytes | memoryview] = [
+        _build_header(fields, sum(num_tokens)),
+        *(memory_of(sequence[field.name]) for field in fields for sequence in sequences),
+    ]
 
-    def iter_hashed() -> Iterator[bytes | memoryview]:
-        for part in parts:
-            digest.update(part)
-            yield part
+    def write_files() -> ShardIndex:
+        write_atomically(path, parts)
+        index = ShardIndex(num_tokens, checksums, path.stat().st_size, compute_checksum(parts))
+        write_atomically(folder / f"{name}.json", json.dumps(asdict(index)) + "\n")
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # makes the names of new files durable too
+        finally:
+            os.close(descriptor)
+        return index
 
-    write_atomically(path, iter_hashed())
-    index = ShardIndex(num_tokens, checksums, path.stat().st_size, digest.hexdigest())
-    write_atomically(folder / f"{name}.json", json.dumps(asdict(index)) + "\n")
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # makes the names of new files durable too
-    finally:
-        os.close(descriptor)
-    return index
+        return retry_io(write_files)
+    except OSError as error:
+        raise InputError(
+            f"out_dir={folder}: cannot write {name}: {error.strerror}; whole shards are kept. Free "
+            "space or mend the folder, and start again to continue"
+        ) from error
 
 
 def _build_header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
@@ -178,14 +168,12 @@ class ShardWriterPool:
         for future in ended:
             future.result()
 
-    def __enter__(self) -> "ShardWriterPool":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._pool.shutdown(wait=True)
-        if error is None:
+        if kind is None:
             self.raise_job_error()
 
 
