@@ -107,39 +107,34 @@ class TokenisedSamples:
     def count_learnt_tokens(self, max_length: int) -> np.ndarray:
         """Count the learnt tokens among the first `max_length` of each sample, [N] int32."""
         num_learnt = np.zeros(len(self), dtype=np.int32)
-        for piece, first, last in self._iter_pieces():
-            begins, ends = self._compute_sample_ranges(piece, first, last, max_length)
-            mask = self._pieces[piece].loss_mask.numpy()
-            before = np.concatenate([[0], np.cumsum(mask, dtype=np.int32)])
-            num_learnt[first:last] = before[ends] - before[begins]
+        for piece, samples, begins, ends in self._iter_pieces(max_length):
+            before = np.concatenate([[0], np.cumsum(piece.loss_mask.numpy(), dtype=np.int32)])
+            num_learnt[samples] = before[ends] - before[begins]
         return num_learnt
 
     def iter_truncated(self, max_length: int) -> Iterator[TokenChunk]:
         """Copy the first `max_length` tokens of every sample, piece by piece."""
-        for piece, first, last in self._iter_pieces():
-            begins, ends = self._compute_sample_ranges(piece, first, last, max_length)
-            whole = self._pieces[piece]
-            steps = np.zeros(len(whole.input_ids) + 1, dtype=np.int8)
+        for piece, _, begins, ends in self._iter_pieces(max_length):
+            steps = np.zeros(len(piece.input_ids) + 1, dtype=np.int8)
             np.add.at(steps, begins, 1)
             np.add.at(steps, ends, -1)
             inside = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
-            ids, mask = whole.input_ids.numpy()[inside], whole.loss_mask.numpy()[inside]
+            ids, mask = piece.input_ids.numpy()[inside], piece.loss_mask.numpy()[inside]
             yield TokenChunk(torch.from_numpy(ids), torch.from_numpy(mask))
 
-    def _iter_pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each piece with its first sample and the one after its last."""
+    def _iter_pieces(
+        self, max_length: int
+    ) -> Iterator[tuple[TokenChunk, slice, np.ndarray, np.ndarray]]:
+        """Yield each piece with its samples, and the bounds of their first `max_length` tokens."""
         firsts = np.searchsorted(self._starts, self._bounds)
         # Only empty samples begin after the end of all pieces.
         firsts[-1] = len(self)
-        for piece, (first, last) in enumerate(pairwise(firsts.tolist())):
+        for number, (first, last) in enumerate(pairwise(firsts.tolist())):
             if first < last:
-                yield piece, first, last
-
-    def _compute_sample_ranges(
-        self, piece: int, first: int, last: int, max_length: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        begins = self._starts[first:last] - self._bounds[piece]
-        return begins, begins + np.minimum(self.lengths[first:last], max_length)
+                samples = slice(first, last)
+                begins = self._starts[samples] - self._bounds[number]
+                ends = begins + np.minimum(self.lengths[samples], max_length)
+                yield self._pieces[number], samples, begins, ends
 
 
 class VocabularySizes(Protocol):
