@@ -136,9 +136,8 @@ def load_or_prepare_data(
 
     try:
         source = find_source(path, config)
-        folder = root / _compute_folder_key(
-            _compute_source_checksum(source, root), config, tokenizer
-        )
+        contents = _compute_source_checksum(source, root)
+        folder = root / _compute_folder_key(contents, config, tokenizer)
         prepared = _open_prepared(folder, source)
         if prepared is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -167,9 +166,8 @@ def _compute_folder_key(
     code = compute_code_checksum(Path(str(module.__file__)) for module in SAMPLE_MODULES)
     settings = [to_json(getattr(config, name)) for name in CONTENT_SETTINGS]
     libraries = [version(name) for name in LIBRARIES]
-    return _hash_json([contents, settings, _collect_tokenizer_facts(tokenizer), code, libraries])[
-        :32
-    ]
+    facts = [contents, settings, _collect_tokenizer_facts(tokenizer), code, libraries]
+    return _hash_json(facts)[:32]
 
 
 def _compute_source_checksum(source: DataSource, root: Path) -> str:
@@ -254,16 +252,6 @@ def _hash_json(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Index:
-    """Content of `index.json`."""
-
-    form: str
-    sha256: str
-    rows_per_s: float | None
-    shards: list[PreparedShard]
-
-
 def _prepare_shards(
     folder: Path, source: DataSource, config: PackedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -277,7 +265,7 @@ def _prepare_shards(
     if form not in (Form.text, Form.tokens):
         # Raises for a tokenizer without a chat template.
         RecordEncoder(tokenizer).build_template({}, None)
-    settings = TokenisingSettings(tokenizer, form, config, _find_source_root(source))
+    settings = TokenisingSettings(tokenizer, form, config, source.root)
     shards, num_new, start = [], 0, time.monotonic()
     results = iter_shards(folder, chain(first, rows), settings, config.num_proc or count_cores())
     few = len(first) < NUM_ROWS_TO_DETECT
@@ -293,8 +281,11 @@ def _prepare_shards(
         raise InputError(f"{path}: every row is malformed ({len(bad)}); the first: {bad[0]}")
     _check_unchanged(source, facts)
     rows_per_s = round(num_new / (time.monotonic() - start), 1) if num_new else None
-    index = Index(form.value, digest.hexdigest(), rows_per_s, shards)
-    write_atomically(folder / INDEX, json.dumps(asdict(index)), shared=True)
+    index = {
+        "form": form.value, "sha256": digest.hexdigest(), "rows_per_s": rows_per_s,
+        "shards": [asdict(shard) for shard in shards],
+    }  # fmt: skip
+    write_atomically(folder / INDEX, json.dumps(index), shared=True)
     for leftover in folder.glob("*.tmp"):  # left by killed starts
         leftover.unlink(missing_ok=True)
 
@@ -305,9 +296,9 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
     Damaged files are named, and the index is deleted, so that they are prepared again.
     """
     try:
-        stored = json.loads((folder / INDEX).read_bytes())
-        shards = [PreparedShard.from_json(shard) for shard in stored["shards"]]
-        index = Index(**{**stored, "shards": shards})
+        index = json.loads((folder / INDEX).read_bytes())
+        form, sha256, rows_per_s = Form(index["form"]), index["sha256"], index["rows_per_s"]
+        shards = [PreparedShard.from_json(shard) for shard in index["shards"]]
         damaged = [shard.name for shard in shards if not shard.is_whole(folder)]
     except FileNotFoundError:
         return None
@@ -322,15 +313,14 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
     tensors = [load_file(folder / f"{shard.name}{SAFETENSORS_SUFFIX}") for shard in shards]
     starts = list(accumulate((shard.num_records for shard in shards), initial=0))
     bad = [(bad, start) for shard, start in zip(shards, starts, strict=False) for bad in shard.bad]
-    root = _find_source_root(source)
 
     def join(name: str) -> np.ndarray:
         return np.concatenate([each[name].numpy() for each in tensors])
 
     return PreparedFolder(
         folder=folder,
-        form=Form(index.form),
-        sha256=index.sha256,
+        form=form,
+        sha256=sha256,
         num_records=starts[-1],
         samples=TokenisedSamples(
             [TokenChunk(each["input_ids"], each["loss_mask"]) for each in tensors],
@@ -345,21 +335,18 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
             [each.record + start for each, start in bad if each.record is not None], dtype=np.int64
         ),
         bad_row_messages=[_format_bad_row(source, each) for each, _ in bad],
-        malformed_locations=frozenset(root + each.place for each, _ in bad if each.record is None),
+        malformed_locations=frozenset(
+            source.root + each.place for each, _ in bad if each.record is None
+        ),
         unread=dict(sum((Counter(shard.unread) for shard in shards), Counter())),
         unrendered=dict(sum((Counter(shard.unrendered) for shard in shards), Counter())),
         source=source,
-        rows_per_s=index.rows_per_s,
+        rows_per_s=rows_per_s,
     )
 
 
-def _find_source_root(source: DataSource) -> str:
-    """Find the common start of the places of a source's rows."""
-    return str(Path(source.path).expanduser()) if source.files else source.path
-
-
 def _format_bad_row(source: DataSource, bad: BadRow) -> str:
-    return f"{_find_source_root(source)}{bad.place}: {bad.why}"
+    return f"{source.root}{bad.place}: {bad.why}"
 
 
 def _make_bad_row_error(message: str) -> InputError:

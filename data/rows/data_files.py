@@ -65,6 +65,11 @@ class DataSource:
     left_out: tuple[str, ...] = ()
     config: RowsConfig = field(default_factory=RowsConfig)
 
+    @property
+    def root(self) -> str:
+        """Common start of the places of the rows."""
+        return str(Path(self.path).expanduser()) if self.files else self.path
+
 
 def find_source(path: str, config: RowsConfig | None = None) -> DataSource:
     """Find the files or the Hub dataset of a path, without reading rows.
@@ -159,9 +164,7 @@ def _select_split(files: list[Path], path: str, split: str) -> list[Path]:
 
 def _list_split_names(file: Path) -> list[str]:
     """List names that may be of a split or subset: folders, and the file's without shard number."""
-    ending = next(
-        s for s in sorted(DATA_ENDINGS, key=len, reverse=True) if file.name.lower().endswith(s)
-    )
+    ending = next(each for each in DATA_ENDINGS if file.name.lower().endswith(each))
     return [*file.parts[:-1], SHARD_NUMBER.sub("", file.name[: -len(ending)])]
 
 
@@ -481,25 +484,18 @@ def _find_hub_commit(path: str) -> str | None:
 
 def _find_clone_commit(git: Path) -> str | None:
     """Find the commit that a clone has checked out, in its folder `.git`."""
-    head = _read_file_text(git / "HEAD")
-    if not head.startswith("ref: "):
-        return _parse_commit(head)
+    head = _read_file_text(git / "HEAD").strip()
     name = head.removeprefix("ref: ").strip()
-    packed = re.search(
-        rf"^([0-9a-f]{{40}}) {re.escape(name)}$", _read_file_text(git / "packed-refs"), re.M
-    )
-    return _parse_commit(_read_file_text(git / name)) or (packed[1] if packed else None)
+    texts = "\n".join([head, *(_read_file_text(git / file) for file in (name, "packed-refs"))])
+    commit = re.search(rf"^([0-9a-f]{{40}})( {re.escape(name)})?$", texts, re.MULTILINE)
+    return commit[1] if commit else None
 
 
 def _find_downloaded_commit(notes: Path) -> str | None:
     """Find the commit that the Hub's client noted for every file; None if several."""
-    commits = {_parse_commit(_read_file_text(file)) for file in notes.rglob("*.metadata")}
+    found = {COMMIT.match(_read_file_text(file)) for file in notes.rglob("*.metadata")}
+    commits = {commit and commit[0] for commit in found}
     return commits.pop() if len(commits) == 1 else None
-
-
-def _parse_commit(text: str) -> str | None:
-    commit = COMMIT.match(text)
-    return commit[0] if commit else None
 
 
 def _read_file_text(file: Path) -> str:
