@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from typing import Any
 
 from conf.command.run_record import format_setting
@@ -550,7 +550,7 @@ def _add_chosen(chosen: object, conversation: Conversation) -> None:
     asked = conversation.messages[:-1] if has_answer else conversation.messages
     has_system = any(message["role"] in SYSTEM for message in before)
     repeats = before == (asked if has_system else _drop_system(asked))
-    if answer["role"] != "assistant" or not (repeats or not (before or has_answer)):
+    if answer["role"] != "assistant" or ((before or has_answer) and not repeats):
         allowed = "the answer to the last question of the messages"
         raise MalformedRowError("chosen", format_found_value(chosen), allowed)
     index = len(asked)
@@ -620,14 +620,6 @@ def _starts_with_prompt(prompt: object, name: str, messages: Messages) -> bool:
     return messages[: len(expected)] == expected
 
 
-def _add_alpaca(fields: Fields, key: str, conversation: Conversation) -> None:
-    _add_history(fields, conversation)
-    question = parse_text(_pop_question(fields, key), key)
-    _refuse_rendered_prompt(question, key)
-    conversation.add_text("user", question, key)
-    _add_reply(fields, ("output", *REPLIES), conversation)
-
-
 def _add_history(fields: Fields, conversation: Conversation) -> None:
     """Add the turns before a question: pairs of texts, or messages."""
     if is_empty(parse_if_json(fields.get("history"))):
@@ -664,8 +656,11 @@ def _is_blank(value: object) -> bool:
 
 def _add_pair(fields: Fields, key: str, conversation: Conversation) -> None:
     _add_history(fields, conversation)
-    _add_role_text(_pop_question(fields, key), key, "user", conversation)
-    _add_reply(fields, REPLIES, conversation)
+    question, is_alpaca = _pop_question(fields, key), key == "instruction"
+    if is_alpaca:
+        parse_text(question, key)
+    _add_role_text(question, key, "user", conversation)
+    _add_reply(fields, ("output", *REPLIES) if is_alpaca else REPLIES, conversation)
 
 
 def _add_reply(fields: Fields, names: Sequence[str], conversation: Conversation) -> None:
@@ -732,7 +727,7 @@ FORMS = (
     FormSpec(Form.conversations, DIALOGUES, _add_conversation),
     FormSpec(Form.turns, ("turns",), _add_turns),
     FormSpec(Form.preference, ("chosen",), _add_preference),
-    FormSpec(Form.alpaca, ("instruction",), _add_alpaca),
+    FormSpec(Form.alpaca, ("instruction",), _add_pair),
     FormSpec(Form.prompt, ("prompt",), _add_pair),
     FormSpec(Form.tokens, ("input_ids",), None),
     FormSpec(Form.text, ("text",), None),
@@ -746,24 +741,19 @@ def _parse_tokens(fields: Fields) -> tuple[list[int], list[bool]]:
     ids = parse_token_ids(
         parse_list(fields.pop("input_ids"), "input_ids", "token ids"), "input_ids"
     )
-    key = next((name for name in (*MASKS, "labels") if not is_empty(fields.get(name))), None)
-    if key is None:
+    keys = [name for name in (*MASKS, "labels") if not is_empty(fields.get(name))]
+    if not keys:
         allowed = f"one of the fields {', '.join((*MASKS, 'labels'))} beside"
         raise MalformedRowError("input_ids", "ids without a loss mask", allowed)
-    mask = _parse_mask(fields, key, ids)
-    for other in (*MASKS, "labels"):
-        if is_empty(fields.get(other)):
-            continue
+    mask = _parse_mask(fields, keys[0], ids)
+    for other in keys[1:]:
         second = _parse_mask(fields, other, ids)
         if not all(second) and second != mask:
-            raise MalformedRowError(other, f"another mask than in '{key}'", "the same mask")
+            raise MalformedRowError(other, f"another mask than in '{keys[0]}'", "the same mask")
     if is_empty(fields.get("attention_mask")):
         return ids, mask
     attended = _parse_mask(fields, "attention_mask", ids)
-    return (
-        [token for token, keep in zip(ids, attended, strict=True) if keep],
-        [learnt for learnt, keep in zip(mask, attended, strict=True) if keep],
-    )
+    return [*compress(ids, attended)], [*compress(mask, attended)]
 
 
 def _parse_mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
