@@ -36,6 +36,7 @@ PROBE_TOOLS = [
         },
     }
 ]
+PLAIN_NOTATION = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
 TEMPLATE_FAULTS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
     ValueError,
@@ -79,23 +80,20 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise InputError(
                 f"target {_get_tokenizer_name(tokenizer)}: has no chat template, but the data are "
-                "conversations; "
-                "use the chat version of the model, put a chat_template.jinja into its folder, or "
-                "give plain text (rows with a 'text' field)"
+                "conversations; use the chat version of the model, put a chat_template.jinja into "
+                "its folder, or give plain text (rows with a 'text' field)"
             )
         self.tokenizer = tokenizer
         self._probe_tools = PROBE_TOOLS if with_tools else None
         named = {**(kwargs or {})}
-        self.source = _choose_template(
-            tokenizer, named.pop("chat_template", None), self._probe_tools
-        )
+        wanted = named.pop("chat_template", None)
+        self.source = _choose_template(tokenizer, wanted, self._probe_tools)
         self.variables = {**tokenizer.special_tokens_map, **named}
 
     def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Render a conversation up to the start of the assistant's turn.
 
-        Raises:
-            InputError: the template refuses the conversation.
+        Raises as `render_conversation` does.
         """
         return self._render_messages(messages, tools, self._message_notation, prompt=True)
 
@@ -112,9 +110,7 @@ class ChatTemplate:
     ) -> str:
         try:
             rendered: Any = render_jinja_template(
-                conversations=[
-                    [self._rewrite_message(message, **notation) for message in messages]
-                ],
+                conversations=[[self._rewrite_message(each, **notation) for each in messages]],
                 tools=None if tools is None else [*tools],
                 chat_template=self.source,
                 add_generation_prompt=prompt,
@@ -155,7 +151,7 @@ class ChatTemplate:
         Contents may be lists of parts (vision models), with thinking as a part (Mistral); tool
         arguments may be JSON text (DeepSeek).
         """
-        notation = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
+        notation = PLAIN_NOTATION
         question, answer, _ = build_probe_messages(calls=False)
         thought = answer | {"reasoning_content": THOUGHT}
         for name, messages, text in (
@@ -177,10 +173,9 @@ class ChatTemplate:
         Servers give a message's parts to such a template, and one text with a line for each part to
         others (vLLM).
         """
-        notation = dict.fromkeys(("parts", "thinking_parts", "text_arguments"), False)
         texts = [QUESTION, ANSWER]
         message = restore_parts({"role": "user", "content_parts": texts})
-        return all(self._renders_text(text, [message], notation) for text in texts)
+        return all(self._renders_text(text, [message], PLAIN_NOTATION) for text in texts)
 
     def _try_render(self, messages: Messages, notation: dict[str, bool]) -> str | None:
         try:

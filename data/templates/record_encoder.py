@@ -16,7 +16,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +34,6 @@ from data.templates.turns import (
 )
 
 Span = tuple[int, int]
-EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,10 @@ class RecordEncoder:
         return self._template(json.dumps(kwargs, sort_keys=True), bool(tools))
 
     def encode_prompt(
-        self, messages: Messages, tools: Tools = None, record_kwargs: Mapping[str, Any] = EMPTY
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        record_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokenise a conversation up to the start of the assistant's turn.
 
@@ -91,7 +92,7 @@ class RecordEncoder:
         Raises:
             InputError: the template refuses the conversation.
         """
-        text = self.build_template(record_kwargs, tools).render_prompt(messages, tools)
+        text = self.build_template(record_kwargs or {}, tools).render_prompt(messages, tools)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def encode_record(self, record: Record) -> list[Sample]:
@@ -135,9 +136,8 @@ class RecordEncoder:
         """Ids that the tokenizer puts before and after any text, at most one on each side."""
         ids: list[int] = self.tokenizer("")["input_ids"]
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        return [first for first in ids[:1] if first == begin], [
-            last for last in ids[-1:] if last == end
-        ]
+        firsts, lasts = ids[:1], ids[-1:]
+        return (firsts if firsts == [begin] else []), (lasts if lasts == [end] else [])
 
     def _make_template(self, kwargs: str, with_tools: bool) -> ChatTemplate:
         if not self.tokenizer.is_fast:
@@ -151,14 +151,12 @@ class RecordEncoder:
     def _encode_chat(self, record: Record, messages: Messages) -> list[Sample]:
         template = self.build_template(record.template_kwargs, record.tools)
         # Assistant messages are learnt if they answer something.
-        first_question = next(
-            (i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), 0
-        )
+        asked = (i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
+        first_question = next(asked, 0)
         answers = (i for i, message in enumerate(messages) if message["role"] == "assistant")
         indices = [i for i in answers if i > first_question and i not in record.unlearnt_messages]
-        turns = dict(
-            zip(indices, find_turns(messages, indices, template, record.tools), strict=True)
-        )
+        found = find_turns(messages, indices, template, record.tools)
+        turns = dict(zip(indices, found, strict=True))
         last = turns[indices[-1]] if indices else None
         given = record.written_ids.keys()
         left_out = [name for turn in turns.values() for name in turn.unrendered_parts]
@@ -173,20 +171,15 @@ class RecordEncoder:
         if record.written_ids:
             for i in given & learnt.keys():
                 self._check_written(messages[i], record.written_ids[i], i)
-            samples = self._join_ids(
-                [*learnt.values()], [record.written_ids.get(i) for i in learnt]
-            )
+            written = [record.written_ids.get(i) for i in learnt]
+            samples = self._join_ids([*learnt.values()], written)
         else:
-            ends = bool(indices) and indices[-1] == len(messages) - 1
-            whole = (
-                last.conversation_text
-                if last and ends
-                else template.render_conversation(messages, record.tools)
-            )
-            samples = [
-                self._build_sample(text, spans)
-                for text, spans in _join_turns([*learnt.values()], whole)
-            ]
+            if last and indices[-1] == len(messages) - 1:
+                whole = last.conversation_text
+            else:
+                whole = template.render_conversation(messages, record.tools)
+            texts = _join_turns([*learnt.values()], whole)
+            samples = [self._build_sample(text, spans) for text, spans in texts]
         return [replace(samples[0], unrendered_parts=tuple(left_out)), *samples[1:]]
 
     def _build_sample(self, text: str, spans: list[Span]) -> Sample:

@@ -78,11 +78,7 @@ def find_turns(
         InputError: the template refuses the conversation, does not render the text of a turn, or
             does not show where the turn begins or ends.
     """
-    turns = (
-        _find_aligned_turns(messages, indices, template, tools)
-        if len(indices) >= MIN_ALIGNED
-        else None
-    )
+    turns = _find_aligned_turns(messages, indices, template, tools)
     return turns or [find_turn(messages[: i + 1], template, tools) for i in indices]
 
 
@@ -104,10 +100,8 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
         prompt, rest = prompt + rest[:end], rest[end:]
     # R1 closes a turn with tool calls twice. The model's text ends at the first stop token after
     # everything the turn says; a turn without such a stop is refused.
-    written = ""
-    for written in _iter_closed_turns(
-        rest, template.find_turn_ending(bool(last.get("tool_calls"))), template
-    ):
+    written, ending = "", template.find_turn_ending(bool(last.get("tool_calls")))
+    for written in _iter_closed_turns(rest, ending, template):
         if not _find_lost_part(last, written):
             break
     return Turn(prompt, written, through, _list_unrendered_parts(last, written))
@@ -135,9 +129,8 @@ def _split_prompt(
     answer, history = probe.find(ANSWER), len(find_common_prefix(prompt, probe))
     # gpt-oss shows earlier thinking, and Mistral the system message, until the answer is there, so
     # only the prompt has them. The turn begins after the end of the prompt.
-    header = prompt.removeprefix(
-        template.render_conversation(before, tools)
-    ) or template.last_special(prompt)
+    opening = prompt.removeprefix(template.render_conversation(before, tools))
+    header = opening or template.last_special(prompt)
     header_start = probe.rfind(header, 0, answer)
     start = header_start + len(header)
     if header and header_start >= history and through.startswith(probe[:start]):
@@ -145,11 +138,8 @@ def _split_prompt(
     # The generation prompt opens (or skips) thinking, but the rendered turn does not.
     start = len(template.whole_tokens(probe[:history], probe))
     lead = probe[start:answer]
-    if remove_white_space(lead) in (
-        remove_white_space(prompt[start:]),
-        "</think>",
-        "<think></think>",
-    ):
+    skipped = (remove_white_space(prompt[start:]), "</think>", "<think></think>")
+    if remove_white_space(lead) in skipped:
         start, lead = answer, ""
     only_special = re.fullmatch(rf"(\s|{template.special_pattern})*", lead)
     if only_special and start <= answer and through.startswith(probe[:start]):
@@ -158,12 +148,12 @@ def _split_prompt(
             return through[:start], rest
         if not any(tag in prompt[start:] and rest.startswith(tag) for tag in THINKING_TAGS):
             return prompt, rest
-    hint = "; 'data.chat_template_kwargs={enable_thinking: true}' may be missing"
+    missing = "; 'data.chat_template_kwargs={enable_thinking: true}' may be missing"
+    hint = missing if any(_split_thoughts(last)) else ""
     apart = len(find_common_prefix(prompt, through))
     raise InputError(
         "the target's chat template renders an answer elsewhere than after its generation prompt "
-        f"{prompt[-60:]!r}: {through[apart : apart + 60]!r}"
-        + (hint if any(_split_thoughts(last)) else "")
+        f"{prompt[-60:]!r}: {through[apart : apart + 60]!r}{hint}"
     )
 
 
@@ -262,6 +252,8 @@ def _find_aligned_turns(
     It is possible if every assistant turn follows the same header, which occurs nowhere else, and
     if the first and the last turn equal their own renderings.
     """
+    if len(indices) < MIN_ALIGNED:
+        return None
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     more = ("reasoning_content", "tool_calls")
     if any(
