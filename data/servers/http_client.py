@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -314,16 +314,11 @@ def _make_final_error(status: int, url: str, problem: str) -> Exception:
 
 def retry_after_s(value: str | None) -> float:
     """Parse the seconds of a Retry-After header, a number or HTTP date; 0 if it gives none."""
-    if not value:
-        return 0.0
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+    with suppress(ValueError):
+        return max(0.0, float(value or "0"))
+    with suppress(ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(value or "").timestamp() - time.time())
+    return 0.0
 
 
 class SyncEndpointClient:

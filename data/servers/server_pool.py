@@ -42,6 +42,7 @@ class HiddenStatesPool:
 
     Attributes:
         concurrency: number of documents in flight.
+        taps: hidden states that the servers write.
         server_lines: one line per server.
     """
 
@@ -50,7 +51,7 @@ class HiddenStatesPool:
         servers: Sequence[HiddenStatesClient],
         check: Callable[[HiddenStatesClient], object] = lambda _: None,
     ) -> None:
-        self.servers, self.check = servers, check
+        self.servers, self.check, self.taps = servers, check, servers[0].taps
         self.server_lines: list[str] = []
         self._failed_at: dict[int, float] = {}
         self._checking = threading.Lock()
@@ -72,16 +73,6 @@ class HiddenStatesPool:
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Indices of `output_hidden_states` in `layers.{i}`."""
-        return self.servers[0].taps.layers
-
-    @property
-    def hidden_size(self) -> int:
-        """D, width of the hidden states."""
-        return self.servers[0].taps.hidden_size
 
     def submit(self, token_ids: list[int]) -> "Future[dict[str, Tensor]]":
         """Start a request for the hidden states of a document, as `request_states` returns them."""
@@ -164,7 +155,11 @@ class HiddenStatesPool:
 
     def _try_server(self, number: int, request: Callable[[HiddenStatesClient], Result]) -> Result:
         try:
-            self._check_again(number)
+            with self._checking:  # once for all threads that wait for this server
+                if number in self._failed_at:
+                    self.check(self.servers[number])
+                    with self._lock:
+                        self._failed_at.pop(number, None)
             result = request(self.servers[number])
         except HiddenStatesError:
             with self._lock:
@@ -185,14 +180,6 @@ class HiddenStatesPool:
                 raise InputError(
                     f"{error} ({self._num_failures_in_a_row} attempts in a row have failed)"
                 ) from error
-
-    def _check_again(self, number: int) -> None:
-        """Check a failed server once for all threads that wait for it."""
-        with self._checking:
-            if number in self._failed_at:
-                self.check(self.servers[number])
-                with self._lock:
-                    self._failed_at.pop(number, None)
 
     def _choose_least_busy(self, tried: set[int]) -> int:
         """Choose the index of a server for a request, and count the request.

@@ -114,8 +114,8 @@ class ServedSequences:
             (t.dtype for states in document_states for t in states.values()), torch.bfloat16
         )
         states = {}
-        for layer in self.pool.layers:
-            name, width = f"{LAYER_PREFIX}{layer}", self.pool.hidden_size
+        for layer in self.pool.taps.layers:
+            name, width = f"{LAYER_PREFIX}{layer}", self.pool.taps.hidden_size
             parts = [
                 given[name] if given else torch.zeros(len(document), width, dtype=dtype)
                 for given, document in zip(document_states, documents, strict=True)
@@ -416,7 +416,7 @@ def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
         num_tokens: tokens per step in this process.
     """
     itemsize = 4  # float32, the widest dtype of a server
-    num_bytes = num_tokens * len(pool.layers) * pool.hidden_size * itemsize
+    num_bytes = num_tokens * len(pool.taps.layers) * pool.taps.hidden_size * itemsize
     room = psutil.virtual_memory().available * SHARE_OF_MEMORY
     room /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(STEPS_AHEAD, int(room // num_bytes)))

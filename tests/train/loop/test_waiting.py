@@ -38,7 +38,7 @@ def test_as_many_steps_are_asked_for_as_memory_has_room_for(
     """A step of 1,000 tokens of 2 layers of 64 numbers takes 512,000 bytes."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * 1_600_000))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    pool = SimpleNamespace(layers=(1, 2), hidden_size=64)
+    pool = SimpleNamespace(taps=SimpleNamespace(layers=(1, 2), hidden_size=64))
     assert served.count_prefetch_steps(pool, 1000) == steps  # type: ignore[arg-type]
 
 
