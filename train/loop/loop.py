@@ -117,6 +117,7 @@ class TrainingJob:
                 else checkpoint.collect_resume_settings("rollout", self.rollouts.config)
             ),
             **self.fingerprint,
+            "data.max_length": len(self.train[0]["document_ids"]),
             "packed sequences": len(self.train),
             "checksum of the first sequence": checkpoint.compute_token_checksum(self.train[0]),
             **self.objective.resume_settings,

@@ -59,7 +59,7 @@ SCHEDULE = ("max_steps", "warmup_steps", "schedule", "decay_fraction")
 """Settings that may change if every step so far keeps its rate. A constant rate may start to decay
 at any step."""
 KIND = "kind of head"
-TYPED = ("seed", "train.", "head.", "rollout.", "adapter.", "joint.")
+TYPED = ("seed", "train.", "head.", "rollout.", "adapter.", "joint.", "data.max_length")
 """Beginnings of the compared keys that are settings of the command line."""
 TOKENS = ("input_ids", "loss_mask", "document_ids")
 Say = Callable[[str], None]

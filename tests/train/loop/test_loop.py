@@ -318,6 +318,9 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, settings())
     with pytest.raises(InputError, match="packed sequences was 7, is 5"):
         fit(tmp_path, settings(resume="auto"), train=rows(5))
+    shorter = [{name: value[:-1] for name, value in row.items()} for row in rows(7)]
+    with pytest.raises(InputError, match=rf"data.max_length was {T}.*\(type data.max_length={T}\)"):
+        fit(tmp_path, settings(resume="auto"), train=shorter)
 
 
 def test_accuracies_are_told_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
