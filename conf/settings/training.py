@@ -43,8 +43,9 @@ class TrainConfig:
 
     max_steps: int | None = None
     """Optimizer steps, instead of `num_epochs`. Unset: `num_epochs` over the data."""
-    num_epochs: float = 3.0
-    """Passes over the packed sequences, where `max_steps` is unset."""
+    num_epochs: float | None = None
+    """Passes over the packed sequences, where `max_steps` is unset. Unset: as many as read 30
+    million tokens, at least 3 and at most 10."""
     batch_size: int = 8
     """Packed sequences per optimizer step, over all processes."""
     batch_tokens: int | None = None

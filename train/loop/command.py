@@ -57,6 +57,10 @@ from train.objective import LaunchSpec, Objective
 from train.parallel import processes
 from train.parallel.strategies import get_strategy_name
 
+NUM_TOKENS_TO_READ = 30_000_000
+MIN_NUM_EPOCHS, MAX_NUM_EPOCHS = 3.0, 10.0
+"""Tokens that a run reads over all its passes, and the passes within which it does; measured in
+docs/results/training.md, "Passes over the data"."""
 WARMUP_FRACTION = 0.04
 TRAINED_HEAD_RATE_FRACTION = 0.2
 """Fraction of the usual learning rate for a head that was trained before. At the full rate an
@@ -312,7 +316,8 @@ def resolve_length(
 ) -> TrainConfig:
     """Replace `batch_tokens`, unset `max_steps` and `warmup_steps` by sequences and steps.
 
-    `num_epochs` becomes the passes that these steps make.
+    Unset `num_epochs` are `NUM_TOKENS_TO_READ` over the tokens of the data, within their limits;
+    `num_epochs` becomes the passes that the steps make.
 
     Args:
         config: settings `train` of the run; if `batch_tokens` is unset, the processes must be able
@@ -329,7 +334,11 @@ def resolve_length(
         number = share * round(config.batch_tokens / length / share)
         config = replace(config, batch_size=max(share, number), batch_tokens=None)
     if config.max_steps is None:
-        num_steps = math.ceil(config.num_epochs * num_sequences / config.batch_size)
+        num_epochs = config.num_epochs
+        if num_epochs is None:
+            enough = NUM_TOKENS_TO_READ / max(1, num_sequences * length)
+            num_epochs = min(max(enough, MIN_NUM_EPOCHS), MAX_NUM_EPOCHS)
+        num_steps = math.ceil(num_epochs * num_sequences / config.batch_size)
         config = replace(config, max_steps=max(1, num_steps))
     if config.warmup_steps is None:
         config = replace(config, warmup_steps=round(WARMUP_FRACTION * config.num_steps))

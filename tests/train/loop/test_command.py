@@ -1,5 +1,6 @@
 """Epochs, batches in tokens and `auto` rates, once data and head are known."""
 
+import math
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_epochs_are_whole_steps(num_epochs: float, steps: int) -> None:
 
 
 def test_an_unset_warm_up_is_a_share_of_the_steps() -> None:
-    for changes, steps in (({}, 2), ({"max_steps": 290}, 12), ({"num_epochs": 1.0}, 1)):
+    for changes, steps in (({}, 5), ({"max_steps": 290}, 12), ({"num_epochs": 1.0}, 1)):
         assert resolve_length(TrainConfig(**changes), 100, 512, 1).warmup_steps == steps
     assert resolve_length(TrainConfig(warmup_steps=0), 100, 512, 1).warmup_steps == 0
 
@@ -51,10 +52,17 @@ def test_tokens_are_the_nearest_batch_that_divides(
     assert (found.batch_size, found.batch_tokens) == (batch, None)
 
 
-def test_without_steps_a_run_reads_all_data_as_often_as_its_epochs_say() -> None:
-    for num_sequences, steps in ((8000, 3000), (8001, 3001), (1, 1)):
-        assert resolve_length(TrainConfig(), num_sequences, 512, 1).max_steps == steps
-    assert TrainConfig().num_epochs == 3
+@pytest.mark.parametrize(
+    ("num_sequences", "epochs"),
+    [(1, 10.0), (100, 10.0), (3000, 10.0), (6000, 5.0), (10_000, 3.0), (100_000, 3.0)],
+)
+def test_unset_epochs_read_thirty_million_tokens_in_three_to_ten_passes(
+    num_sequences: int, epochs: float
+) -> None:
+    """Small data are read more often: 6,000 sequences of 1,000 tokens are 6 million tokens."""
+    found = resolve_length(TrainConfig(), num_sequences, 1000, 1)
+    assert found.max_steps == math.ceil(epochs * num_sequences / 8)
+    assert found.num_epochs == pytest.approx(epochs, abs=8 / num_sequences)
 
 
 def test_what_is_given_stays() -> None:

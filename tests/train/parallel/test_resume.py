@@ -156,7 +156,7 @@ def test_a_run_begun_with_the_old_default_says_what_to_type() -> None:
     unset = resolve_length(settings(max_steps=None, warmup_steps=None), 4000, 32, 1)
     now = resume.collect_resume_settings("train", unset)
     said = (
-        r"train\.max_steps was 1000, is 3000; train\.warmup_steps was 40, is 120\. Continue with "
+        r"train\.max_steps was 1000, is 10000; train\.warmup_steps was 40, is 400\. Continue with "
         r"the checkpoint's settings \(type train\.max_steps=1000 train\.warmup_steps=40\), or start"
     )
     with pytest.raises(InputError, match=said):
