@@ -36,11 +36,7 @@ def show_fields(value: object) -> str:
 
 
 def parse_json(text: str, object_hook: Callable[[dict], dict] | None = None) -> Any:
-    """Decode JSON.
-
-    Args:
-        text: JSON.
-        object_hook: what becomes of each object.
+    """Decode JSON, with a hook that replaces each object.
 
     Raises:
         ValueError: the text is not JSON, or has too deep nesting or too long numbers.

@@ -23,25 +23,13 @@ Messages = list[Message]
 
 CALL = "tool call"
 ROLES = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "developer": "developer",
+    **{role: role for role in ("system", "user", "assistant", "tool", "developer")},
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_call": CALL,
-    "tool_call": CALL,
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), CALL),
 }
+"""Role of each published name of a role."""
 SYSTEM = ("system", "developer")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -66,7 +54,6 @@ END_REASONS = ("finish_reason", "stop_reason")
 CUT_OFF = ("length", "max_tokens")
 """Reasons of an answer that a server cut off."""
 PLACE = re.compile(r"\[\d+\]")
-MESSAGE = "an object with 'role' and 'content'"
 
 
 class Conversation:
@@ -96,12 +83,7 @@ class Conversation:
             self._num_given = 1
 
     def add_text(self, role: str, value: object, name: str) -> None:
-        """Add a message of a role with a text.
-
-        Args:
-            role: role of the message.
-            value: text as stored in the row.
-            name: name of the field, for errors.
+        """Add a message of a role with the text of the field `name`.
 
         Raises:
             MalformedRowError: the text is missing.
@@ -121,7 +103,8 @@ class Conversation:
         """
         name, item = f"{key}[{index}]", parse_if_json(item)
         if not isinstance(item, dict):
-            raise MalformedRowError(name, format_found_value(item), MESSAGE)
+            allowed = "an object with 'role' and 'content'"
+            raise MalformedRowError(name, format_found_value(item), allowed)
         fields = dict(item)
         refuse_media(fields, f"{name}.")
         if "input" in fields and "output" in fields and "content" not in fields:  # Capybara's turns
@@ -134,15 +117,7 @@ class Conversation:
         self._note_unread_fields(fields, name)
 
     def add_messages(self, items: list, key: str) -> None:
-        """Add the messages of a field.
-
-        Args:
-            items: messages as stored in the row.
-            key: field of the row.
-
-        Raises:
-            MalformedRowError: as `add_message`.
-        """
+        """Add the messages of a field. Raises as `add_message` does."""
         for index, item in enumerate(items):
             self.add_message(item, key, index)
 
