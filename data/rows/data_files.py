@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,30 +263,26 @@ def iter_rows(source: DataSource, digest: "hashlib._Hash") -> Iterator[Row]:
         yield from READERS[parse_file_ending(file)](file, digest)
 
 
-def _iter_lines(file: Path) -> Iterator[bytes]:
+def _iter_lines(file: Path, digest: "hashlib._Hash") -> Iterator[bytes]:
     suffix = file.suffix.lower()
     try:
         with gzip.open(file) if suffix == ".gz" else file.open("rb") as stream:
-            if suffix != ".zst":
-                yield from stream
-                return
-            import pyarrow
+            lines: Iterable[bytes] = stream
+            if suffix == ".zst":
+                import pyarrow
 
-            yield from io.BufferedReader(pyarrow.input_stream(stream, "zstd"))
+                lines = io.BufferedReader(pyarrow.input_stream(stream, "zstd"))
+            for line in lines:
+                digest.update(line)
+                yield line
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{file}: not a readable gzip file: {error}") from None
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error}") from None
 
 
-def _iter_hashed_lines(file: Path, digest: "hashlib._Hash") -> Iterator[bytes]:
-    for line in _iter_lines(file):
-        digest.update(line)
-        yield line
-
-
 def _iter_json_lines(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
-    for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
+    for number, line in enumerate(_iter_lines(file, digest), 1):
         if line.strip():
             yield Row(f"{file}:{number}", raw=line)
 
@@ -296,7 +292,7 @@ def _iter_json_rows(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     if _holds_lines(file):
         yield from _iter_json_lines(file, digest)
         return
-    content = b"".join(_iter_hashed_lines(file, digest))
+    content = b"".join(_iter_lines(file, digest))
     try:
         values = _parse_json_values(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -328,7 +324,7 @@ def _parse_json_values(text: str) -> list[Any]:
 
 def _holds_lines(file: Path) -> bool:
     """Tell whether the first non-blank line is a whole object."""
-    for line in _iter_lines(file):
+    for line in _iter_lines(file, hashlib.sha256()):
         start = line.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         if start:
             return start == b"{" and isinstance(Row("", raw=line).parse_raw().value, dict)
@@ -341,7 +337,7 @@ def _iter_csv_rows(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     delimiter = "\t" if parse_file_ending(file) == ".tsv" else ","
 
     def iter_texts() -> Iterator[str]:
-        for number, line in enumerate(_iter_hashed_lines(file, digest), 1):
+        for number, line in enumerate(_iter_lines(file, digest), 1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
