@@ -359,11 +359,7 @@ class Manifest:
 
 
 def _read_json(path: Path, setting: str) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        path: path of the file.
-        setting: start of the message.
+    """Read a JSON object from the file that a setting leads to.
 
     Raises:
         InputError: the file cannot be read, or holds something else.

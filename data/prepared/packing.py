@@ -186,11 +186,8 @@ class PackedDataset(Dataset):
         self.prompts = PromptDigests.from_values(prompts)
         self.max_length = max_length
         self.pad_id = pad_id
-        samples = (
-            samples
-            if isinstance(samples, TokenisedSamples)
-            else TokenisedSamples.from_samples(samples)
-        )
+        if not isinstance(samples, TokenisedSamples):
+            samples = TokenisedSamples.from_samples(samples)
         num_learnt = samples.count_learnt_tokens(max_length)
         self.num_truncated = int((samples.lengths > max_length).sum())
         self.num_dropped = int((num_learnt == 0).sum())

@@ -197,13 +197,7 @@ def _iter_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def _iter_results(
     pool: ProcessPoolExecutor, jobs: Iterator[TokenisingJob], num_ahead: int
 ) -> Iterator[tuple[PreparedShard, bool]]:
-    """Yield each shard in the order of the jobs and whether it is new; start jobs in advance.
-
-    Args:
-        pool: worker processes.
-        jobs: jobs of the shards.
-        num_ahead: number of jobs that are started in advance.
-    """
+    """Yield each shard, in the order of the jobs, and whether it is new; start jobs in advance."""
     waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
     for job in chain(jobs, [None]):
         if job is not None:

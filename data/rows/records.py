@@ -156,15 +156,12 @@ class LoadedRecords:
 
     def format_lines(self) -> list[str]:
         """Format the rows, fields and files that are not read as lines of text."""
+        copies = f"copies: {self.num_copies:,} rows repeat an earlier one"
         return [
             *format_malformed_rows(self.bad),
             *format_counts("fields not read", self.unread, "rows"),
             *(f"not read: {name}" for name in self.left_out),
-            *(
-                [f"copies: {self.num_copies:,} rows repeat an earlier one"]
-                if self.num_copies
-                else []
-            ),
+            *([copies] if self.num_copies else []),
         ]
 
 

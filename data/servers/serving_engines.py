@@ -273,12 +273,7 @@ class EngineProtocol(ABC):
         return StreamedText(num_tokens, arrivals, self.parse_accepted_lengths(event))
 
     def count_streamed_tokens(self, event: dict, before: int) -> int:
-        """Count the tokens of a text up to this streamed piece.
-
-        Args:
-            event: the piece.
-            before: number of tokens up to the previous piece.
-        """
+        """Count the tokens of a text up to this streamed piece; `before` were there before it."""
         return before + len(self.parse_token_ids(event))
 
     def parse_accepted_lengths(self, _reply: dict) -> list[int]:

@@ -235,12 +235,7 @@ class ChatTemplate:
         return next((token for token in tokens if token != self.tokenizer.bos_token), "")
 
     def whole_tokens(self, common: str, text: str) -> str:
-        """Shorten the common start of two texts so that no special token is cut.
-
-        Args:
-            common: common start.
-            text: one of the texts.
-        """
+        """Shorten the common start of a text and another so that no special token is cut."""
         for token in re.finditer(self.special_pattern, text):
             if token.start() < len(common) < token.end():
                 return common[: token.start()]

@@ -161,13 +161,11 @@ class RecordEncoder:
         given = record.written_ids.keys()
         left_out = [name for turn in turns.values() for name in turn.unrendered_parts]
         left_out += _list_unshown_parts(record, messages, last.prompt if last else "")
-        learnt = {
-            i: remove_turn_ending(turn, messages[i], template)
-            if i in record.truncated_messages - given
-            else turn
-            for i, turn in turns.items()
-            if i in given or not is_left_out(messages[i], turn)
-        }
+        learnt = {}
+        for i, turn in turns.items():
+            if i in given or not is_left_out(messages[i], turn):
+                ended = i in given or i not in record.truncated_messages
+                learnt[i] = turn if ended else remove_turn_ending(turn, messages[i], template)
         if record.written_ids:
             for i in given & learnt.keys():
                 self._check_written(messages[i], record.written_ids[i], i)

@@ -110,13 +110,7 @@ def find_turn(messages: Messages, template: ChatTemplate, tools: Tools = None) -
 def _split_prompt(
     messages: Messages, through: str, template: ChatTemplate, tools: Tools
 ) -> tuple[str, str]:
-    """Split a rendering into the prompt before the last message, and the rest.
-
-    Args:
-        messages: conversation that ends with the turn.
-        through: rendering of the conversation.
-        template: the target's template.
-        tools: function schemas that the prompt shows.
+    """Split the rendering `through` of messages into the prompt before the last, and the rest.
 
     Raises:
         InputError: the template does not render the turn after its generation prompt.
@@ -160,13 +154,8 @@ def _split_prompt(
 def _iter_closed_turns(rest: str, ending: TurnEnding, template: ChatTemplate) -> Iterator[str]:
     """Yield the model's text up to its first stop token, the second, ..., and the whole text.
 
-    Args:
-        rest: rendering of the turn, without the prompt.
-        ending: end of turns of this kind.
-        template: the target's template.
-
     Raises:
-        InputError: the rendering ends in another way.
+        InputError: the rendering does not end as turns of this kind do.
     """
     if not rest.endswith(ending.rendered):
         raise InputError(
