@@ -105,43 +105,37 @@ class Setting:
     section_description: str
 
 
-def list_settings(schema: type[Any], composed: DictConfig) -> list[Setting]:
+def list_settings(
+    schema: type[Any], composed: DictConfig, section: str = "", section_description: str = ""
+) -> list[Setting]:
     """List all settings of a command, in the order of a help page.
 
     Args:
-        schema: dataclass of the command's settings.
+        schema: dataclass of the command's settings, or of a section.
         composed: values to show.
+        section: dotted name of the section.
+        section_description: docstring of the section.
     """
-    return list(_iter_settings(schema, composed, "", ""))
-
-
-def _iter_settings(
-    schema: type[Any], composed: Any, section: str, section_description: str
-) -> Iterator[Setting]:
+    settings: list[Setting] = []
     hints, docstrings = get_type_hints(schema), _parse_attribute_docstrings(schema)  # type: ignore[arg-type]
     for name in _order_names(schema, composed, hints):
         kind, full_name = hints[name], f"{section}.{name}".lstrip(".")
         if is_dataclass(kind):
             text = " ".join(filter(None, (inspect.getdoc(kind), docstrings.get(name))))
-            yield from _iter_settings(kind, composed[name], full_name, text)  # type: ignore[arg-type]
+            settings += list_settings(kind, composed[name], full_name, text)  # type: ignore[arg-type]
             continue
         kinds = (kind, *get_args(kind))
         enum = next((k for k in kinds if isinstance(k, type) and issubclass(k, Enum)), None)
         text = docstrings.get(name) or (inspect.getdoc(enum) if enum else None) or ""
-        value = UNSET
-        if not OmegaConf.is_missing(composed, name):
-            given = composed[name]
-            value = format_value(
-                OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
-            )
-        choices = (
-            {e.value: _parse_attribute_docstrings(enum).get(e.name, "") for e in enum}
-            if enum
-            else {}
+        given = UNSET if OmegaConf.is_missing(composed, name) else composed[name]
+        value = format_value(OmegaConf.to_container(given) if OmegaConf.is_config(given) else given)
+        documented = _parse_attribute_docstrings(enum) if enum else {}
+        choices = {choice.value: documented.get(choice.name, "") for choice in enum or ()}
+        allowed = _format_type(kind)
+        settings.append(
+            Setting(section, full_name, value, allowed, text, choices, section_description)
         )
-        yield Setting(
-            section, full_name, value, _format_type(kind), text, choices, section_description
-        )
+    return settings
 
 
 def _order_names(schema: type[Any], composed: Any, hints: dict[str, Any]) -> list[str]:
@@ -213,12 +207,11 @@ def format_help_page(doc: str, settings: list[Setting], recipes: tuple[str, ...]
                 )
         key = f"{setting.name}={setting.value}"
         lines += _wrap_beside_key(f"  {key}" if setting.section else key, setting.description)
-        choices = setting.choices
-        if choices:
-            lines += _wrap_beside_key("", f"One of {', '.join(choices)}.")
-        for value, text in choices.items():
+        if setting.choices:
+            lines += _wrap_beside_key("", f"One of {', '.join(setting.choices)}.")
+        for value, text in setting.choices.items():
             lines += _wrap_beside_key("", f"{value}: {text}") if text else []
-    return "\n".join([*lines, "", *textwrap.wrap(END, _compute_text_width())])
+    return "\n".join([*lines, "", *_wrap_text(END)])
 
 
 def format_setting_help(settings: list[Setting], name: str) -> str:
@@ -240,34 +233,29 @@ def format_setting_help(settings: list[Setting], name: str) -> str:
     lines = _wrap_heading(chosen[0]) if chosen[0].section == name else []
     for setting in chosen:
         lines.append(f"{setting.name}={setting.value}")
-        lines += [*_wrap_indented(f"{setting.allowed}."), *_wrap_indented(setting.description)]
+        for text in (f"{setting.allowed}.", setting.description):
+            lines += _wrap_text(text, "  ", "  ")
         for value, text in setting.choices.items():
-            lines += textwrap.wrap(f"{value}: {text}" if text else value, _compute_text_width(),
-                                   initial_indent=" " * 4, subsequent_indent=" " * 6)  # fmt: skip
+            lines += _wrap_text(f"{value}: {text}" if text else value, " " * 4, " " * 6)
     return "\n".join(lines)
 
 
+def _wrap_text(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Wrap a text to the terminal's width, behind the indents of its first and other lines."""
+    width = max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest)
+
+
 def _wrap_heading(setting: Setting) -> list[str]:
-    if not setting.section:
-        return []
-    return textwrap.wrap(f"{setting.section}: {setting.section_description}", _compute_text_width())
-
-
-def _wrap_indented(text: str) -> list[str]:
-    return textwrap.wrap(text, _compute_text_width(), initial_indent="  ", subsequent_indent="  ")
+    text = f"{setting.section}: {setting.section_description}"
+    return _wrap_text(text) if setting.section else []
 
 
 def _wrap_beside_key(key: str, text: str) -> list[str]:
     """Format a key, and a text beside it in the column of descriptions."""
-    lines = textwrap.wrap(text, _compute_text_width() - COLUMN) or [""]
-    if len(key) + 2 > COLUMN:
-        return [key, *(" " * COLUMN + line for line in lines)]
-    rest = (" " * COLUMN + line for line in lines[1:])
-    return [key.ljust(COLUMN) + lines[0], *rest]
-
-
-def _compute_text_width() -> int:
-    return max(60, min(100, shutil.get_terminal_size((100, 24)).columns))
+    above = [key] if len(key) + 2 > COLUMN else []
+    first = ("" if above else key).ljust(COLUMN)
+    return [*above, *(_wrap_text(text, first, " " * COLUMN) or [first])]
 
 
 def check_setting_exists(schema: type[Any], key: str, value: str | None = None) -> None:
