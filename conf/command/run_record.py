@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -224,44 +224,27 @@ def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-@dataclass(frozen=True)
-class NextCommand:
-    """Command that comes after another one.
-
-    Attributes:
-        script: path of the command's script in the repository.
-        words: what the command does, in the imperative.
-    """
-
-    script: str
-    words: str
-
-
 NEXT_COMMANDS = {
-    "regenerate": NextCommand("train/eagle.py", "train a head on these answers"),
-    "capture": NextCommand("train/eagle.py", "train a head on these hidden states"),
-    "train": NextCommand("eval/acceptance.py", "measure how many drafts the target accepts"),
-    "acceptance": NextCommand("eval/speedup.py", "measure the seconds that these drafts save"),
-    "tree_search": NextCommand("eval/speedup.py", "measure the seconds that this tree saves"),
-    "speedup": NextCommand("scripts/export.py", "write the head for the engine that serves it"),
-    "export": NextCommand(
-        "eval/serve.py", "once the server answers, check its drafts and measure it"
-    ),
-    "acceptance again": NextCommand("eval/acceptance.py", "measure more prompts, 50 or more"),
-    "speedup again": NextCommand("eval/speedup.py", "measure more prompts, 50 or more"),
-    "speedup chain": NextCommand("eval/speedup.py", "measure the chain, which all engines run"),
-    "serve again": NextCommand("eval/serve.py", "measure more prompts, 50 or more"),
-    "serve alone": NextCommand(
+    "regenerate": ("train/eagle.py", "train a head on these answers"),
+    "capture": ("train/eagle.py", "train a head on these hidden states"),
+    "train": ("eval/acceptance.py", "measure how many drafts the target accepts"),
+    "acceptance": ("eval/speedup.py", "measure the seconds that these drafts save"),
+    "tree_search": ("eval/speedup.py", "measure the seconds that this tree saves"),
+    "speedup": ("scripts/export.py", "write the head for the engine that serves it"),
+    "export": ("eval/serve.py", "once the server answers, check its drafts and measure it"),
+    "acceptance again": ("eval/acceptance.py", "measure more prompts, 50 or more"),
+    "speedup again": ("eval/speedup.py", "measure more prompts, 50 or more"),
+    "speedup chain": ("eval/speedup.py", "measure the chain, which all engines run"),
+    "serve again": ("eval/serve.py", "measure more prompts, 50 or more"),
+    "serve alone": (
         "eval/serve.py", "start the same server without drafts, and measure it beside this one"
     ),
-    "serve": NextCommand("scripts/push.py", "look at what would be published under your name"),
-    "weak head": NextCommand(
-        "scripts/regenerate.py", "let the target answer more conversations to train on"
-    ),
-    "dry run": NextCommand("scripts/push.py", "look at these files, then upload them"),
-}
-"""Next command by the name of the one that has ended: `train` for all trainings, `dry run` for
-that of push, and for what `eval/measure/verdict.py` concludes."""
+    "serve": ("scripts/push.py", "look at what would be published under your name"),
+    "weak head": ("scripts/regenerate.py", "let the target answer more conversations to train on"),
+    "dry run": ("scripts/push.py", "look at these files, then upload them"),
+}  # fmt: skip
+"""Script of the next command, and what it does, by the name of the one that has ended: `train` for
+all trainings, `dry run` for that of push, and for what `eval/measure/verdict.py` concludes."""
 
 
 def print_next_command(ended: str, settings: Mapping[str, Any]) -> None:
@@ -272,9 +255,9 @@ def print_next_command(ended: str, settings: Mapping[str, Any]) -> None:
         settings: settings of the next command, by dotted key.
     """
     if PARENT_COMMAND_VARIABLE not in os.environ:
-        typed_line = format_command(NEXT_COMMANDS[ended].script, settings)
+        script, words = NEXT_COMMANDS[ended]
+        typed_line = format_command(script, settings)
         yours = [name for name in (PROMPTS_PLACEHOLDER, CHATS_PLACEHOLDER) if name in typed_line]
-        words = NEXT_COMMANDS[ended].words
         words += f" (your file in place of {yours[0]})" if yours else ""
         print(f"\nnext, {words}:\n  {typed_line}", flush=True)  # noqa: T201
 
@@ -298,18 +281,15 @@ def format_command(script: str, settings: Mapping[str, Any]) -> str:
 
 def format_setting(key: str, value: Any) -> str:
     """Format a setting as `key=value`, quoted for a shell and for Hydra."""
-    if isinstance(value, dict):
-        text = f"{{{', '.join(f'{name}: {_quote_value(each)}' for name, each in value.items())}}}"
-    elif isinstance(value, list):
-        text = f"[{','.join(map(_quote_value, value))}]"
-    else:
-        text = _quote_value(value)
+    text = _quote_value(value)
     return f"{key}={text}" if PLAIN.fullmatch(text) else shlex.quote(f"{key}={text}")
 
 
 def _quote_value(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return format_setting("", value).strip("'=")
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_quote_value(each)}' for name, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_quote_value, value))}]"
     text = format_value(value)
     if isinstance(value, str | Path) and not PLAIN.fullmatch(text):
         quoted = text.replace('"', '\\"')

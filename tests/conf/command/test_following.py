@@ -41,7 +41,7 @@ def pasted(said: str) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("ended", following.NEXT_COMMANDS)
 def test_the_next_command_is_one(ended: str) -> None:
-    assert following.NEXT_COMMANDS[ended].script in COMMANDS
+    assert following.NEXT_COMMANDS[ended][0] in COMMANDS
 
 
 VALUES = [
