@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conf.command.run_record import check_unchanged
 from conf.errors import InputError
-from conf.files import LOCK_NAME, lock_file, make_folder, write_atomically
+from conf.files import LOCK_NAME, load_json, lock_file, make_folder, write_atomically
 
 ROWS_NAME = "conversations.jsonl"
 MANIFEST_NAME = "manifest.json"
@@ -105,19 +105,14 @@ class JsonlStore:
 
 def _check_manifest(rows: Path, manifest: dict[str, object]) -> None:
     out_dir, path = rows.parent, rows.parent / MANIFEST_NAME
-    if not path.exists():
+    before = load_json(path)
+    if before is None:
         if rows.exists():
             raise InputError(
                 f"out_dir={out_dir}: its {rows.name} has no {MANIFEST_NAME} that says how the rows "
                 "were made; allowed: an empty folder, or one to continue; type another out_dir"
             )
         return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(
-            f"out_dir={out_dir}: {path.name} is not JSON ({error}); type another out_dir"
-        ) from error
     partial = next((folder for folder in out_dir.parents if folder.suffix == PARTIAL), None)
     remedy = "type another out_dir" if partial is None else f"delete {partial} to begin anew"
     check_unchanged(f"out_dir={out_dir} holds rows", before, manifest, remedy)
