@@ -32,16 +32,14 @@ from torch import Tensor, nn
 from conf.command.clock import label_part
 from conf.errors import InputError
 from conf.settings.medusa import HeadsSchedule, JointConfig, Labels, TargetLoss
-from conf.settings.training import Optimizer
+from conf.settings.training import Optimizer, TrainRun
 from data.features.store_format import HIDDEN_STATES
-from data.prepared.packing import PackedDataset
 from eval.measure.target_answers import LocalAnswerSource
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import WEIGHTS, Adapter
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, Target
 from heads.vocab import DraftVocab
-from train import medusa
 from train.batch.batch import (
     NOISE_SEEDS,
     SUPERVISION,
@@ -52,7 +50,7 @@ from train.batch.batch import (
 )
 from train.batch.data_loader import Dataset, batch_to_device, stack_sequences
 from train.loop import command
-from train.loop.evaluation import HeldoutReplay, select_heldout_prompts
+from train.loop.evaluation import make_heldout_replay, select_heldout_prompts
 from train.loop.loop import Evaluate
 from train.loop.sources import TrainingSource
 from train.loss.fused_linear import LossSums, Student, Teacher
@@ -289,32 +287,23 @@ class HeldoutLoss:
         return float(sums[0] / sums[1])
 
 
-def build_adapter_evaluation(
-    config: Medusa2Run, source: TrainingSource, objective: Objective
-) -> Evaluate:
-    """Build a function that measures the target's held-out loss, and tau on its current answers."""
-    target: Any = source.target
-    heldout: Any = source.heldout
-    prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
-    adapter, number = objective.head.adapter, config.train.num_eval_sequences
-    loss = HeldoutLoss(target, adapter, heldout, number)
+@dataclass(frozen=True)
+class Medusa2Training(command.TrainingCommand):
+    """Training of Medusa heads and an adapter, to `out_dir/head` and `out_dir/adapter`."""
 
-    def evaluate(head: AdaptedMedusa) -> dict[str, float]:
-        if not prompts:
-            return loss()
-        replay = HeldoutReplay(LocalAnswerSource(target), prompts, objective.depth, head.taps)
-        return loss() | replay(head)
+    def __call__(self, config: TrainRun) -> None:
+        """Train heads and adapter with a command's settings."""
+        processes.check_not_sharded("train/medusa2.py")
+        super().__call__(config)
 
-    return evaluate
+    def build_objective(self, config: Any, target: Any, data: Any) -> tuple[Objective, list[str]]:
+        """Build the objective of heads and adapter, and lines about both.
 
-
-def main(config: Medusa2Run) -> None:
-    """Train Medusa heads and an adapter, to `out_dir/head` and `out_dir/adapter`."""
-    processes.check_not_sharded("train/medusa2.py")
-
-    def build(target: Target, data: PackedDataset) -> tuple[Medusa2Objective, list[str]]:
+        Raises:
+            InputError: the target's output head is quantised.
+        """
         config.settle_joint_steps(config.train.num_steps)
-        heads, _ = medusa.main.make_head(config, target, data)
+        heads, _ = self.make_head(config, target, data)
         if not target.output_head.weight.is_floating_point():
             raise InputError(
                 f"target.path={target.name}: its output head is quantised, but the adapter trains "
@@ -327,9 +316,28 @@ def main(config: Medusa2Run) -> None:
             f"adapter: rank {config.adapter.rank}, {millions[1]:.1f} M parameters, from step "
             f"{config.joint.heads_only_steps}",
         ]
-        return Medusa2Objective(AdaptedMedusa(heads, adapter), target, config), lines
+        return self.objective(AdaptedMedusa(heads, adapter), target, config), lines
 
-    command.train_head(config, build, build_adapter_evaluation)
+    def build_evaluation(
+        self, config: Any, source: TrainingSource, objective: Objective
+    ) -> Evaluate:
+        """Build a function that measures the target's loss, and tau on its current answers."""
+        target: Any = source.target
+        heldout: Any = source.heldout
+        prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
+        adapter, number = objective.head.adapter, config.train.num_eval_sequences
+        loss = HeldoutLoss(target, adapter, heldout, number)
+
+        def evaluate(head: AdaptedMedusa) -> dict[str, float]:
+            if not prompts:
+                return loss()
+            texts = LocalAnswerSource(target)
+            return loss() | make_heldout_replay(texts, prompts, objective.depth, head.taps)(head)
+
+        return evaluate
+
+
+main = Medusa2Training(MedusaHead, Medusa2Objective, COMMAND)
 
 
 if __name__ == "__main__":

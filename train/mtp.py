@@ -60,8 +60,7 @@ class MtpTraining(command.TrainingCommand):
             if promised and not held:
                 raise InputError(
                     f"target.path={target.path}: {format_dropped_layers(promised)}; set head.path "
-                    "to the "
-                    "original model, or that count to 0 for a new layer"
+                    "to the original model, or that count to 0 for a new layer"
                 )
             if held:
                 head.path, head.revision = target.path, target.revision

@@ -25,7 +25,7 @@ from heads.target_model.load import load_target
 from scripts import merge_adapter
 from tests.train.parallel.test_launch import TWO, arguments, inputs, trained
 from train import medusa2
-from train.loop.evaluation import HeldoutReplay, select_heldout_prompts
+from train.loop.evaluation import make_heldout_replay, select_heldout_prompts
 
 __all__ = ["inputs"]
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path, in
     target, config = load_target(adapted, CPU), settings(inputs, straight)
     heldout = prepare_datasets(config.data, target.tokenizer, seed=0)[1]
     head = load_head(str(straight / "head")).attach(target).eval()
-    live = HeldoutReplay(
+    live = make_heldout_replay(
         LocalAnswerSource(target), select_heldout_prompts(heldout, 2), 2, head.taps
     )
     assert last["eval/tau"] == pytest.approx(live(head)["tau"])

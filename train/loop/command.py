@@ -1,7 +1,7 @@
 """Shared part of the training commands: checks, data, plan, loop, last message.
 
-`train_head` is a run from its settings to its last line. Settings that are `auto`, in epochs or in
-tokens become numbers here.
+A `TrainingCommand` is a run from its settings to its last line. Settings that are `auto`, in epochs
+or in tokens become numbers here.
 """
 
 import math
@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.identity import format_target_change
 from heads.target_model.kernels import kernel_notice
 from heads.vocab import DraftVocab, format_coverage, format_heldout_coverage
-from train.batch.data_loader import Dataset
 from train.loop import loop, memory
 from train.loop.evaluation import INTERVAL, NUM_PROMPTS, format_basis, format_count
 from train.loop.loop import Evaluate, Outcome, TrainingJob
@@ -48,6 +47,7 @@ from train.loop.sources import (
     ServedSequences,
     TrainingSource,
     check_feature_layers,
+    count_prefetch_steps,
     format_authorship,
     load_store,
     load_store_source,
@@ -75,12 +75,6 @@ NEEDED_TOKENS = {
     500_000_000: "of the usual advice (500,000 conversations)",
 }
 """Tokens that heads need, in conversations of 1,000 tokens; see docs/training.md."""
-Build = Callable[[Any, Any], tuple[Any, list[str]]]
-"""Function from the target (`EmbeddingsAndOutputHead` beside a feature store) and the training data
-to the objective and the lines to print about it."""
-Measure = Callable[[Any, TrainingSource, Objective], Evaluate | None]
-"""Function from settings, source and objective to a function that gives further figures; None if
-there are none to give."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +93,37 @@ class TrainingCommand:
 
     def __call__(self, config: TrainRun) -> None:
         """Train a head with a command's settings."""
-        train_head(config, partial(self.build_objective, config))
+        check_training(config)
+        if config.data.features is None and config.target.path is not None:
+            # Before ZeRO-3, which shards weights while they are read.
+            resolve_target_folder(config.target)
+        store = None if config.data.features is None else load_store(config.data, config.target)
+        accelerator = processes.start_accelerator(config.train)
+        with processes.hold_folder(accelerator, Path(config.out_dir)):
+            # Another run may have ended there.
+            check_run_folder(Path(config.out_dir), config.train.resume)
+            self._train_locked(config, store, accelerator)
+        processes.end_processes(accelerator)
+
+    def build_evaluation(
+        self, config: Any, source: TrainingSource, objective: Objective
+    ) -> Evaluate | None:
+        """Build a function that replays tau on held-out prompts; None without prompts."""
+        del config
+        assert source.make_replay is not None
+        replay = source.make_replay(objective.depth, objective.head.taps)
+        return replay if replay.prompts else None
 
     def build_objective(
-        self, config: Any, target: EmbeddingsAndOutputHead, data: TrainingData
+        self, config: Any, target: EmbeddingsAndOutputHead, data: Any
     ) -> tuple[Objective, list[str]]:
-        """Build the objective of a head, and lines about it."""
+        """Build the objective of a head, and lines about it.
+
+        Args:
+            config: settings of the command.
+            target: the target; beside a feature store, its embedding and output head.
+            data: packed sequences to train on.
+        """
         head, lines = self.make_head(config, target, data)
         objective = self.objective(head, target, config.head)
         trained = sum(each.numel() for each in head.parameters() if each.requires_grad)
@@ -164,6 +183,107 @@ class TrainingCommand:
             )
         return head
 
+    def _train_locked(
+        self, config: TrainRun, store: FeatureStore | None, accelerator: Accelerator
+    ) -> None:
+        """Train in a launch that holds `out_dir`."""
+        out_dir = Path(config.out_dir)
+        check_compile("train.compile", config.train.compile, accelerator.device.type)
+        source = (
+            load_target_source(config, accelerator)
+            if store is None
+            else load_store_source(config, store, accelerator.device)
+        )
+        length = len(source.train[0]["input_ids"])
+        size, world = len(source.train), accelerator.num_processes
+        config.train = resolve_length(config.train, size, length, world)
+        num_read = min(size, config.train.num_steps * config.train.batch_size)
+        num_tokens = source.report.estimate_num_tokens(num_read)
+        head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
+        objective, lines = self.build_objective(config, source.target, source.train)
+        lines += format_vocab_check(source, objective)
+        if head.path is not None:
+            other = format_target_change("head.path", head.path, head.revision, source.identity)
+            lines += [] if other is None else [other]
+            if (earlier := DataStatement.from_head(head.path, head.revision)) is not None:
+                was, is_now = f"head.path={head.path}: was trained", "is trained further"
+                lines += format_setting_changes(
+                    earlier.to_json(), source.statement.to_json(), was, is_now
+                )
+                source = replace(source, statement=source.statement.add_prompts(earlier))
+        deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
+        config.train, optimizer = resolve_optimizer(
+            config.train, objective, deepspeed, trained=head.path is not None
+        )
+        compiled = needs_compile(config.train, length, objective, accelerator)
+        if compiled and (lacking := find_missing_toolchain(accelerator.device.type)):
+            lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
+            compiled = False
+        if compiled:
+            objective.compile_parts()
+        if store is not None:
+            check_feature_layers(store, objective.head.taps)
+        told = [
+            *(
+                ["answers: the target writes them while it trains (rollout.steps)"]
+                if config.rollout.steps is not None
+                else format_authorship(source.report.path, source.identity)
+            ),
+            *format_data_need(num_tokens),
+        ]
+        run_length = f"training: {format_run_length(config.train, size, length)}"
+        if accelerator.is_main_process:
+            threads = f"{torch.get_num_threads()} thread(s) each"
+            where = f"{accelerator.num_processes} process(es), {accelerator.device.type}, {threads}"
+            where += ", compiled on first use" if compiled else ""
+            plan = [
+                run_length, f"devices: {where}; the head goes to {config.out_dir}",
+                f"target: {source.target.name}", *source.lines, *told,
+                *kernel_notice(accelerator.device), *lines,
+                *list_serving_warnings(objective.head, source.target), optimizer,
+            ]  # fmt: skip
+            print("\n".join(plan))  # noqa: T201
+        parts = estimate_and_check_memory(accelerator, objective, config.train, length)
+        with source.open_states(objective.head.taps) as opened_source:
+            rollouts = make_rollouts(config, opened_source)
+            answers = {} if rollouts is None else {"answers": rollouts.generation_settings}
+            job = TrainingJob(
+                config=config.train,
+                log=config.log,
+                seed=config.seed,
+                out_dir=out_dir,
+                objective=objective,
+                train=opened_source.train,
+                heldout=opened_source.heldout,
+                provenance=collect_provenance(config, source.target.name, source.report)
+                | {
+                    "trained_on": source.statement.to_json(),
+                    "target_identity": to_json(source.identity),
+                    "about_head": [run_length, *told, *lines, *opened_source.server_lines],
+                },
+                head_documents=source.statement.build_documents(),
+                fingerprint=make_fingerprint(
+                    target=source.identity, data={"checksum": source.checksum}, **answers
+                ),
+                has_trained_head=head.path is not None,
+                rollouts=rollouts,
+                evaluate=self.build_evaluation(config, opened_source, objective),
+                num_prefetch_steps=count_prefetch_steps(
+                    getattr(opened_source.train, "pool", None),
+                    config.train.batch_size * length // world,
+                ),
+            )
+            outcome = loop.fit_head(accelerator, job)
+        if accelerator.is_main_process:
+            if parts and accelerator.device.type == "cuda":
+                print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
+            print_end(outcome, out_dir, config.data.eval_path)
+            if outcome.finished:
+                print(f"verdict: {format_verdict(outcome.evaluation, num_tokens)}")  # noqa: T201
+                run_record.print_next_command(
+                    "train", build_measure_settings(config, source.target.name)
+                )
+
     def build_default_objective(
         self, head: DraftHead, target: EmbeddingsAndOutputHead
     ) -> Objective:
@@ -172,143 +292,6 @@ class TrainingCommand:
         return self.objective(
             head, target, head_recipe(schema, name) if name in self.command.recipes else schema()
         )
-
-
-def build_replay_evaluation(
-    _config: TrainRun, source: TrainingSource, objective: Objective
-) -> Evaluate | None:
-    """Build a function that replays tau on held-out prompts; None without prompts."""
-    assert source.make_replay is not None
-    replay = source.make_replay(objective.depth, objective.head.taps)
-    return replay if replay.prompts else None
-
-
-def train_head(config: TrainRun, build: Build, measure: Measure = build_replay_evaluation) -> None:
-    """Train the objective that `build` makes, to `out_dir/head`.
-
-    Args:
-        config: settings of the command.
-        build: function from target and data to the objective, see `Build`.
-        measure: function from settings, source and objective to further figures for evaluations,
-            see `Measure`.
-    """
-    check_training(config)
-    if config.data.features is None and config.target.path is not None:
-        resolve_target_folder(
-            config.target
-        )  # before ZeRO-3, which shards weights while they are read
-    store = None if config.data.features is None else load_store(config.data, config.target)
-    accelerator = processes.start_accelerator(config.train)
-    with processes.hold_folder(accelerator, Path(config.out_dir)):
-        check_run_folder(Path(config.out_dir), config.train.resume)  # another run may have ended
-        _train_locked(config, build, measure, store, accelerator)
-    processes.end_processes(accelerator)
-
-
-def _train_locked(
-    config: TrainRun,
-    build: Build,
-    measure: Measure,
-    store: FeatureStore | None,
-    accelerator: Accelerator,
-) -> None:
-    """Train as `train_head` does, in a launch that holds `out_dir`."""
-    out_dir = Path(config.out_dir)
-    check_compile("train.compile", config.train.compile, accelerator.device.type)
-    source = (
-        load_target_source(config, accelerator)
-        if store is None
-        else load_store_source(config, store, accelerator.device)
-    )
-    length = len(source.train[0]["input_ids"]) if len(source.train) else config.data.max_length
-    size, world = len(source.train), accelerator.num_processes
-    config.train = resolve_length(config.train, size, length, world)
-    num_read = min(size, config.train.num_steps * config.train.batch_size)
-    num_tokens = source.report.estimate_num_tokens(num_read)
-    head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
-    objective, lines = build(source.target, source.train)
-    lines += format_vocab_check(source, objective)
-    if head.path is not None:
-        other = format_target_change("head.path", head.path, head.revision, source.identity)
-        lines += [] if other is None else [other]
-        if (earlier := DataStatement.from_head(head.path, head.revision)) is not None:
-            was, is_now = f"head.path={head.path}: was trained", "is trained further"
-            lines += format_setting_changes(
-                earlier.to_json(), source.statement.to_json(), was, is_now
-            )
-            source = replace(source, statement=source.statement.add_prompts(earlier))
-    deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
-    config.train, optimizer = resolve_optimizer(
-        config.train, objective, deepspeed, trained=head.path is not None
-    )
-    compiled = needs_compile(config.train, length, objective, accelerator)
-    if compiled and (lacking := find_missing_toolchain(accelerator.device.type)):
-        lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
-        compiled = False
-    if compiled:
-        objective.compile_parts()
-    if store is not None:
-        check_feature_layers(store, objective.head.taps)
-    told = [
-        *(
-            ["answers: the target writes them while it trains (rollout.steps)"]
-            if config.rollout.steps is not None
-            else format_authorship(source.report.path, source.identity)
-        ),
-        *format_data_need(num_tokens),
-    ]
-    if accelerator.is_main_process:
-        threads = f"{torch.get_num_threads()} thread(s) each"
-        where = f"{accelerator.num_processes} process(es), {accelerator.device.type}, {threads}"
-        where += ", compiled on first use" if compiled else ""
-        lines_of_run = [*source.lines, *told, *kernel_notice(accelerator.device), *lines]
-        lines_of_run += [*list_serving_warnings(objective.head, source.target), optimizer]
-        print_plan(config, source.target.name, lines_of_run, where, size, length)
-    parts = estimate_and_check_memory(accelerator, objective, config.train, source.train)
-    with source.open_states(objective.head.taps) as opened_source:
-        rollouts = make_rollouts(config, opened_source)
-        answers = {} if rollouts is None else {"answers": rollouts.generation_settings}
-        job = TrainingJob(
-            config=config.train,
-            log=config.log,
-            seed=config.seed,
-            out_dir=out_dir,
-            objective=objective,
-            train=opened_source.train,
-            heldout=opened_source.heldout,
-            provenance=collect_provenance(config, source.target.name, source.report)
-            | {
-                "trained_on": source.statement.to_json(),
-                "target_identity": to_json(source.identity),
-                "about_head": [
-                    f"training: {format_run_length(config.train, size, length)}",
-                    *told,
-                    *lines,
-                    *opened_source.server_lines,
-                ],
-            },
-            head_documents=source.statement.build_documents(),
-            fingerprint=make_fingerprint(
-                target=source.identity, data={"checksum": source.checksum}, **answers
-            ),
-            has_trained_head=head.path is not None,
-            rollouts=rollouts,
-            evaluate=measure(config, opened_source, objective),
-            num_prefetch_steps=opened_source.count_prefetch_steps(
-                config.train.batch_size * length // world
-            ),
-            has_served_states=source.server_settings is not None,
-        )
-        outcome = loop.fit_head(accelerator, job)
-    if accelerator.is_main_process:
-        if parts and accelerator.device.type == "cuda":
-            print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
-        print_end(outcome, out_dir, config.data.eval_path)
-        if outcome.finished:
-            print(f"verdict: {format_verdict(outcome.evaluation, num_tokens)}")  # noqa: T201
-            run_record.print_next_command(
-                "train", build_measure_settings(config, source.target.name)
-            )
 
 
 def resolve_length(
@@ -347,7 +330,7 @@ def resolve_length(
 
 def count_epochs(config: TrainConfig, num_sequences: int) -> float:
     """Count the passes over `num_sequences` packed sequences, once the steps are known."""
-    return config.num_steps * config.batch_size / max(1, num_sequences)
+    return config.num_steps * config.batch_size / num_sequences
 
 
 def resolve_optimizer(
@@ -409,16 +392,19 @@ def needs_compile(
 
 
 def estimate_and_check_memory(
-    accelerator: Accelerator, objective: Objective, config: TrainConfig, train_data: Dataset
+    accelerator: Accelerator, objective: Objective, config: TrainConfig, length: int
 ) -> memory.BytesByPart | None:
     """Estimate the memory of a run by part, if a formula is known; rank 0 prints the estimate.
+
+    Args:
+        accelerator: accelerator of the run.
+        objective: objective with its head.
+        config: settings without `auto`, epochs and batch tokens.
+        length: tokens of a packed sequence.
 
     Raises:
         InputError: the device has too little.
     """
-    if not len(train_data):
-        return None
-    length = len(train_data[0]["input_ids"])
     setting = LaunchSpec.from_config(config, length, get_strategy_name(accelerator), accelerator)
     parts = memory.estimate_memory(objective, setting)
     total = memory.get_available_bytes(accelerator.device)
@@ -444,18 +430,6 @@ def make_rollouts(config: TrainRun, source: TrainingSource) -> Rollouts | None:
     return Rollouts(
         config.rollout, source.target, data, size, config.seed, folder, server, served, made_of
     )
-
-
-def print_plan(
-    config: TrainRun, target: str, lines: list[str], where: str, num_sequences: int, length: int
-) -> None:
-    """Print the length of the training first, then the target and the data."""
-    run_length = format_run_length(config.train, num_sequences, length)
-    print(f"training: {run_length}")  # noqa: T201
-    print(f"devices: {where}; the head goes to {config.out_dir}")  # noqa: T201
-    print(f"target: {target}")  # noqa: T201
-    for line in lines:
-        print(line)  # noqa: T201
 
 
 def format_run_length(config: TrainConfig, num_sequences: int, length: int) -> str:
@@ -572,11 +546,9 @@ def build_measure_settings(config: TrainRun, target: str) -> dict[str, Any]:
     adapter_setting = {"target.adapter": adapter} if adapter.is_dir() else {}
     return {
         "head.path": out_dir / "head",
-        **{
-            "target.path": target,
-            **run_record.collect_changed_settings(config, "target"),
-            **adapter_setting,
-        },
+        "target.path": target,
+        **run_record.collect_changed_settings(config, "target"),
+        **adapter_setting,
         **run_record.prompts_for(target),
         "out_dir": config.out_dir,
     }

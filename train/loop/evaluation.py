@@ -8,9 +8,9 @@ Letters: K terms, L metrics, R ranges of positions, n answer tokens, S tokens of
 
 import sys
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate, islice
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.features.store_format import HIDDEN_STATES
+from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.features.store_reader import StoredDataset, dequantize_batch
 from data.prepared.packing import PackedDataset
 from eval.measure.acceptance_stats import (
@@ -104,12 +104,8 @@ def evaluate_heldout(
         return {}
     sums = packed[1:].view_as(sums)
     named = compute_metrics("eval", sums.sum(0), objective.term_weights, objective)
-    ranges = [
-        (name, range_sums)
-        for name, range_sums in zip(RANGES, sums, strict=True)
-        if range_sums[1].any()
-    ]
-    for name, range_sums in ranges if len(ranges) > 1 else ():
+    ranges = {name: each for name, each in zip(RANGES, sums, strict=True) if each[1].any()}
+    for name, range_sums in ranges.items() if len(ranges) > 1 else ():
         means = compute_metrics(f"eval/{name}", range_sums, objective.term_weights, objective)
         named |= {key: value for key, value in means.items() if "loss" not in key}
     return named | {f"eval/{name}": value for name, value in extra_figures.items()}
@@ -127,10 +123,8 @@ def _add_sums(
     is_silent = not accelerator.is_main_process
     for begin in tqdm(begins, "held-out losses", leave=None, disable=is_silent, unit="batch"):
         rows = stack_sequences(heldout, indices[begin : begin + config.micro_batch_size])
-        loss_mask, ranges = (
-            rows["loss_mask"],
-            torch.bucketize(rows["position_ids"], EDGES, right=True),
-        )
+        loss_mask = rows["loss_mask"]
+        ranges = torch.bucketize(rows["position_ids"], EDGES, right=True)
         batch: Batch = {}
         for number in ranges[loss_mask].unique().tolist():
             indexed = objective.index_batch({**rows, "loss_mask": loss_mask & (ranges == number)})
@@ -189,24 +183,25 @@ def format_count(num_prompts: int) -> str:
     return f"{num_prompts} prompt{'' if num_prompts == 1 else 's'}"
 
 
-class Replay(ABC):
+@dataclass
+class Replay:
     """Replay of a chain of draft tokens over the target's own answers.
 
-    Args:
+    Attributes:
         prompts: token ids up to the start of the answer.
         depth: draft tokens of the chain.
-        taps: layers whose hidden states the head reads.
+        load_answers: function that gives, at the first use, the answer [n] to each prompt and the
+            target's states of prompt and answer.
     """
 
-    def __init__(self, prompts: list[list[int]], depth: int, taps: FeatureLayers) -> None:
-        self.prompts = prompts
-        self.depth = depth
-        self.taps = taps
+    prompts: list[list[int]]
+    depth: int
+    load_answers: Callable[[], list[tuple[list[int], TargetOutput]]]
 
-    @property
-    @abstractmethod
+    @cached_property
     def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Return the answer [n] to each prompt, and the target's states of prompt and answer."""
+        """Return the answers and the target's states, see `load_answers`."""
+        return self.load_answers()
 
     def __call__(self, head: Replayable) -> dict[str, float]:
         """Compute `tau`, its number of prompts and 95% interval, and `greedy_alpha_d1`.."""
@@ -224,55 +219,40 @@ class Replay(ABC):
         return figures | {f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)}
 
 
-class HeldoutReplay(Replay):
-    """Replay over answers that the target writes at the first use."""
-
-    def __init__(
-        self, texts: AnswerSource, prompts: list[list[int]], depth: int, taps: FeatureLayers
-    ) -> None:
-        super().__init__(prompts, depth, taps)
-        self.texts = texts
-
-    @cached_property
-    def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Return answers and hidden states, from one decoding of each prompt."""
-        return self.texts.answer_with_states(self.prompts, MAX_REPLAY_TOKENS, self.taps)
+def make_heldout_replay(
+    texts: AnswerSource, prompts: list[list[int]], depth: int, taps: FeatureLayers
+) -> Replay:
+    """Make a replay over answers that the target writes at the first use, decoding each once."""
+    answer = partial(texts.answer_with_states, prompts, MAX_REPLAY_TOKENS, taps)
+    return Replay(prompts, depth, answer)
 
 
-class StoredReplay(Replay):
-    """Replay over the answers in the split `replay` of a feature store."""
+def make_stored_replay(
+    target: EmbeddingsAndOutputHead,
+    stored: StoredDataset,
+    num_prompts: int,
+    depth: int,
+    taps: FeatureLayers,
+) -> Replay:
+    """Make a replay over the answers in the split `replay` of a feature store.
 
-    def __init__(
-        self,
-        target: EmbeddingsAndOutputHead,
-        stored: StoredDataset,
-        num_prompts: int,
-        depth: int,
-        taps: FeatureLayers,
-    ) -> None:
-        self.target = target
-        self.rows = [stored.load_sequence(index) for index in range(min(num_prompts, len(stored)))]
-        prompts = [row["input_ids"][~row["loss_mask"]].tolist() for row in self.rows]
-        super().__init__(prompts, depth, taps)
+    States [1, S - 1, D] are of all tokens but the last; a state not stored is empty.
+    """
+    rows = [stored.load_sequence(index) for index in range(min(num_prompts, len(stored)))]
 
-    @cached_property
-    def answers(self) -> list[tuple[list[int], TargetOutput]]:
-        """Return the stored answers and hidden states."""
-        return [
-            (row["input_ids"][row["loss_mask"]].tolist(), self._build_target_output(row))
-            for row in self.rows
-        ]
-
-    def _build_target_output(self, row: dict[str, Tensor]) -> TargetOutput:
-        """Collect states [1, S - 1, D] of all tokens but the last; a state not stored is empty."""
+    def load_answer(row: dict[str, Tensor]) -> tuple[list[int], TargetOutput]:
         states = {
-            name: tensor[None, :-1].to(self.target.device, self.target.dtype)
+            name: tensor[None, :-1].to(target.device, target.dtype)
             for name, tensor in dequantize_batch(row).items()
-            if name == HIDDEN_STATES or name.startswith("layers.")
+            if name == HIDDEN_STATES or name.startswith(LAYER_PREFIX)
         }
-        layers = {index: states[f"layers.{index}"] for index in self.taps.layers}
-        any_states = next(iter(states.values()))
-        return TargetOutput(states.get(HIDDEN_STATES, any_states[..., :0]), layers)
+        layers = {index: states[f"{LAYER_PREFIX}{index}"] for index in taps.layers}
+        empty = next(iter(states.values()))[..., :0]
+        answer = row["input_ids"][row["loss_mask"]].tolist()
+        return answer, TargetOutput(states.get(HIDDEN_STATES, empty), layers)
+
+    prompts = [row["input_ids"][~row["loss_mask"]].tolist() for row in rows]
+    return Replay(prompts, depth, lambda: list(map(load_answer, rows)))
 
 
 def select_heldout_prompts(heldout: PackedDataset, num_prompts: int) -> list[list[int]]:

@@ -37,15 +37,10 @@ from train.batch.data_loader import (
     split_micro_batches,
     stack_sequences,
 )
-from train.loop.evaluation import (
-    Evaluate,
-    compute_metrics,
-    evaluate_heldout,
-    format_figures,
-)
+from train.loop.evaluation import Evaluate, compute_metrics, evaluate_heldout, format_figures
 from train.loop.metric_logger import MetricLogger
 from train.loop.rollouts import Rollouts, Round
-from train.loop.sources import WaitTimer, format_server_balance
+from train.loop.sources import ServedSequences, WaitTimer, format_server_balance
 from train.loss.fused_linear import LossSums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
@@ -82,7 +77,6 @@ class TrainingJob:
         evaluate: function that adds figures at each evaluation, given the head in eval mode; on
             rank 0 only. The names of its figures get the prefix `eval/`.
         num_prefetch_steps: number of optimizer steps to load in advance.
-        has_served_states: whether engines give the hidden states.
     """
 
     config: TrainConfig
@@ -99,23 +93,17 @@ class TrainingJob:
     rollouts: Rollouts | None = None
     evaluate: Evaluate | None = None
     num_prefetch_steps: int = 1
-    has_served_states: bool = False
 
     @property
     def resume_settings(self) -> dict[str, Any]:
-        """Collect the settings by key that must not change when the run continues.
-
-        A checkpoint keeps these settings.
-        """
+        """Collect the settings by key, kept in checkpoints, that must not change in a run."""
+        rollouts = self.rollouts
+        answering = rollouts and checkpoint.collect_resume_settings("rollout", rollouts.config)
         return {
             checkpoint.KIND: type(self.objective.head).__name__,
             "seed": self.seed,
             **checkpoint.collect_resume_settings("train", self.config),
-            **(
-                {}
-                if self.rollouts is None
-                else checkpoint.collect_resume_settings("rollout", self.rollouts.config)
-            ),
+            **(answering or {}),
             **self.fingerprint,
             "data.max_length": len(self.train[0]["document_ids"]),
             "packed sequences": len(self.train),
@@ -250,9 +238,7 @@ class TrainingLoop:
         return tensors.state
 
     def _check_agreed(self) -> None:
-        own_step = torch.zeros(self.world, device=self.device)
-        own_step[self.rank] = self.step
-        steps = self._sum_over_processes(own_step).int().tolist()
+        steps = self.accelerator.gather(torch.tensor([self.step], device=self.device)).tolist()
         if len(set(steps)) > 1:
             raise InputError(
                 f"train.resume={self.config.resume}: processes found checkpoints of different "
@@ -269,8 +255,8 @@ class TrainingLoop:
             objective.train()
             known = self.skipped.numbers if self.step > self.round.first else ()
             self.skipped = SkippedSequences(len(self.round.data), known)
-            if written and self.metrics is not None:
-                self.metrics.log(self.step, written)
+            if written:
+                self._log(written)
                 self.print_on_main(f"step {self.step}: {rollouts.format_round(written)}")
         last = min(self.round.last, self.config.num_steps)
         ahead = self.job.num_prefetch_steps
@@ -512,6 +498,10 @@ class TrainingLoop:
     def _tokens_per_s(self) -> float:
         return (self.tokens - self._started_tokens) / self._watch.seconds()
 
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.log(self.step, metrics)
+
     def _log_metrics(self) -> None:
         sums = torch.stack(self.window).sum(0)
         self.window.clear()
@@ -520,23 +510,19 @@ class TrainingLoop:
         metrics["train/tokens_per_s"] = self._tokens_per_s()
         metrics["train/skipped_sequences"] = len(self.skipped.numbers)
         metrics["train/waiting"] = self.waiting.pop_wait_fraction()
-        if (
-            self.job.has_served_states and self.waiting.num_looks == 2
-        ):  # the pipeline is full by now
+        # The pipeline is full by the second look.
+        if isinstance(self.job.train, ServedSequences) and self.waiting.num_looks == 2:
             self.print_on_main(format_server_balance(metrics["train/waiting"]))
-        if self.metrics is not None:
-            self.metrics.log(self.step, metrics)
+        self._log(metrics)
 
     def _run_evaluation(self) -> None:
         job = self.job
         self.evaluation = evaluate_heldout(
             self.placement, job.objective, job.heldout, job.evaluate, self.step
         )
-        if not self.evaluation:
-            return
-        if self.metrics is not None:
-            self.metrics.log(self.step, self.evaluation)
-        self.print_on_main(f"step {self.step}: {format_figures(self.evaluation)}")
+        if self.evaluation:
+            self._log(self.evaluation)
+            self.print_on_main(f"step {self.step}: {format_figures(self.evaluation)}")
 
     def _save_checkpoint(self) -> None:
         tensors = self.placement.gather_tensors()

@@ -58,7 +58,12 @@ from heads.target_model.identity import TargetIdentity, identify_target
 from heads.target_model.load import load_config_and_tokenizer, load_target
 from heads.target_model.model import FeatureLayers, Target
 from heads.target_model.remote import RemoteTarget
-from train.loop.evaluation import HeldoutReplay, Replay, StoredReplay, select_heldout_prompts
+from train.loop.evaluation import (
+    Replay,
+    make_heldout_replay,
+    make_stored_replay,
+    select_heldout_prompts,
+)
 from train.parallel import processes
 
 STEPS_AHEAD = 4
@@ -174,7 +179,9 @@ class TrainingSource:
         layers = sorted({*taps.layers, target.num_layers})
         text = find_longest_document(self.train)
         with open_states_pool(self.server_settings, target, layers, text) as pool:
-            replay = partial(HeldoutReplay, EngineAnswerSource(pool, target), list(self.prompts))
+            replay = partial(
+                make_heldout_replay, EngineAnswerSource(pool, target), list(self.prompts)
+            )
             train, heldout = ServedSequences(self.train, pool), ServedSequences(self.heldout, pool)
             yield replace(
                 self,
@@ -183,12 +190,6 @@ class TrainingSource:
                 make_replay=replay,
                 server_lines=pool.server_lines,
             )
-
-    def count_prefetch_steps(self, num_tokens: int) -> int:
-        """Count the optimizer steps to load in advance, of `num_tokens` tokens on each process."""
-        if not isinstance(self.train, ServedSequences):
-            return 1
-        return count_prefetch_steps(self.train.pool, num_tokens)
 
 
 def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
@@ -205,7 +206,7 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
     lines = [*target_lines, *report.format_lines()]
     make_replay = None
     if isinstance(target, Target):
-        make_replay = partial(HeldoutReplay, LocalAnswerSource(target), prompts)
+        make_replay = partial(make_heldout_replay, LocalAnswerSource(target), prompts)
         lines.append(f"attention of the target: {target.attention_description}")
     identity = identify_target(config.target, target.tokenizer, target.dtype)
     checksum = train_data.checksum
@@ -291,7 +292,7 @@ def load_store_source(
 ) -> TrainingSource:
     """Load the target's embedding and output head, and the data, from a feature store."""
     target = load_embeddings_and_head(store, device)
-    replay = partial(StoredReplay, target, store.replay, config.train.num_replay_prompts)
+    replay = partial(make_stored_replay, target, store.replay, config.train.num_replay_prompts)
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
     for data in (store.train, store.heldout, store.replay):
         data.check_token_ids(target)
@@ -408,13 +409,15 @@ def find_longest_document(rows: PackedDataset) -> list[int]:
     return max((document for row in first for document in split_documents(row)), key=len)
 
 
-def count_prefetch_steps(pool: HiddenStatesPool, num_tokens: int) -> int:
-    """Count the optimizer steps to request together, limited by the host's memory.
+def count_prefetch_steps(pool: HiddenStatesPool | None, num_tokens: int) -> int:
+    """Count the optimizer steps to load in advance; from servers, limited by the host's memory.
 
     Args:
-        pool: servers; they give bfloat16 or float32.
+        pool: servers; they give bfloat16 or float32. None without servers.
         num_tokens: tokens per step in this process.
     """
+    if pool is None:
+        return 1
     itemsize = 4  # float32, the widest dtype of a server
     num_bytes = num_tokens * len(pool.taps.layers) * pool.taps.hidden_size * itemsize
     room = psutil.virtual_memory().available * SHARE_OF_MEMORY

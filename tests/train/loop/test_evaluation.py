@@ -11,8 +11,8 @@ from heads.decoding.tree import Tree
 from heads.medusa import MedusaDrafter
 from train.loop.evaluation import (
     MAX_REPLAY_TOKENS,
-    HeldoutReplay,
     format_figures,
+    make_heldout_replay,
     select_heldout_prompts,
 )
 
@@ -29,7 +29,7 @@ def test_the_replayed_tau_is_that_of_decoding(capsys: pytest.CaptureFixture[str]
     target = random_target()
     head = noisy_head(target)
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
-    replayed = HeldoutReplay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
+    replayed = make_heldout_replay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
     steps = [
         decode(target, MedusaDrafter(head, Tree.make_chain(3)), prompt, MAX_REPLAY_TOKENS).steps
         for prompt in prompts
@@ -61,7 +61,7 @@ def test_a_line_of_figures_says_what_tau_rests_on() -> None:
 def test_training_the_head_does_not_change_the_answers() -> None:
     target = random_target()
     head = noisy_head(target)
-    replay = HeldoutReplay(LocalAnswerSource(target), [[5, 17, 40]], 3, head.taps)
+    replay = make_heldout_replay(LocalAnswerSource(target), [[5, 17, 40]], 3, head.taps)
     replay(head)
     first = replay.answers[0][0]
     with torch.no_grad():

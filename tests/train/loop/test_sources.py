@@ -34,8 +34,9 @@ from heads.vocab import DraftVocab
 from scripts import regenerate
 from tests.scripts.publish.test_push import hub_env
 from train import eagle, medusa
-from train.loop import command, loop, sources
-from train.loop.evaluation import HeldoutReplay, StoredReplay
+from train.loop import loop, sources
+from train.loop.command import TrainingCommand
+from train.loop.evaluation import make_heldout_replay, make_stored_replay
 from train.loop.loop import Outcome, TrainingJob
 from train.loop.sources import check_feature_layers, load_embeddings_and_head, load_store
 from train.objective import Objective
@@ -191,7 +192,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
         jobs.append(job)
         return Outcome(True, 0, {})
 
-    def build(target: Any, _train: Any) -> tuple[Any, list[str]]:
+    def build(_self: Any, _config: Any, target: Any, _train: Any) -> tuple[Any, list[str]]:
         class Two(Objective):
             head = MedusaHead.from_target(target, num_heads=2, num_layers=1)
             term_weights = torch.ones(2)
@@ -205,7 +206,8 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
 
     monkeypatch.setattr(loop, "fit_head", fit)
     monkeypatch.setattr(sources, "load_target", stop)
-    command.train_head(config, build)
+    monkeypatch.setattr(TrainingCommand, "build_objective", build)
+    medusa.main(config)
     return jobs[0]
 
 
@@ -231,7 +233,9 @@ def test_a_run_from_a_store_needs_neither_target_nor_data(
     assert job.evaluate is not None
     opened = load_store(config.data, TargetConfig())
     head = job.objective.head.eval()
-    replay = StoredReplay(load_embeddings_and_head(opened, CPU), opened.replay, 16, 2, head.taps)
+    replay = make_stored_replay(
+        load_embeddings_and_head(opened, CPU), opened.replay, 16, 2, head.taps
+    )
     assert job.evaluate(head) == replay(head)
     said = capsys.readouterr().out
     assert f"target: {inputs / 'target'}\n" in said
@@ -259,12 +263,12 @@ def test_tau_from_a_store_is_that_of_the_target(
     if teacher == "store":
         heads.append((noisy_head(ends), noisy_head(target)))
     for mine, theirs in heads:
-        stored = StoredReplay(ends, opened.replay, 16, 3, mine.taps)
-        live = HeldoutReplay(LocalAnswerSource(target), stored.prompts, 3, theirs.taps)
+        stored = make_stored_replay(ends, opened.replay, 16, 3, mine.taps)
+        live = make_heldout_replay(LocalAnswerSource(target), stored.prompts, 3, theirs.taps)
         assert len(stored.prompts) == 2
         assert [answer for answer, _ in stored.answers] == [answer for answer, _ in live.answers]
         assert stored(mine.eval()) == live(theirs.eval())
-    assert len(StoredReplay(ends, opened.replay, 1, 3, FeatureLayers((1,))).prompts) == 1
+    assert len(make_stored_replay(ends, opened.replay, 1, 3, FeatureLayers((1,))).prompts) == 1
 
 
 def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
@@ -284,7 +288,7 @@ def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
         opened = load_store(DataConfig(features=str(store)), TargetConfig())
         ends = load_embeddings_and_head(opened, CPU)
         head = load_head(str(tmp_path / name / "head")).attach(ends).eval()
-        replay = StoredReplay(ends, opened.replay, 1, depth, head.taps)
+        replay = make_stored_replay(ends, opened.replay, 1, depth, head.taps)
         assert json.loads(lines[-1])["eval/tau"] == pytest.approx(replay(head)["tau"])
 
 

@@ -434,12 +434,11 @@ def test_the_norm_of_gradients_that_are_not_finite_is_not(layout: type[ParallelS
 
 
 def test_processes_that_see_other_checkpoints_are_refused(tmp_path: Path) -> None:
-    def reduce(value: Tensor, reduction: str) -> Tensor:
-        assert reduction == "sum"
-        return value + torch.tensor([0.0, 8.0])
+    def gather(steps: Tensor) -> Tensor:
+        return torch.cat([steps, torch.tensor([8])])
 
     accelerator: Any = SimpleNamespace(
-        process_index=0, num_processes=2, device=torch.device("cpu"), reduce=reduce
+        process_index=0, num_processes=2, device=torch.device("cpu"), gather=gather
     )
     job = TrainingJob(settings(), LogConfig(), 0, tmp_path, ToyObjective(), rows(4), rows(1))
     with pytest.raises(InputError, match=r"steps \[0, 8\]; set out_dir=.* that all nodes share"):
