@@ -114,11 +114,16 @@ def draw_anchors(
         own = candidates[
             (candidates >= number * num_tokens) & (candidates < (number + 1) * num_tokens)
         ]
-        if len(own) > max_anchors:
-            generator = torch.Generator().manual_seed(seed)
-            own = own[torch.randperm(len(own), generator=generator)[:max_anchors].sort().values]
-        anchors.append(own)
+        anchors.append(draw_rows(own, max_anchors, seed))
     return torch.cat(anchors)
+
+
+def draw_rows(rows: Tensor, max_rows: int, seed: int) -> Tensor:
+    """Draw at most `max_rows` of rising rows [n] int64, in their order."""
+    if len(rows) <= max_rows:
+        return rows
+    generator = torch.Generator().manual_seed(seed)
+    return rows[torch.randperm(len(rows), generator=generator)[:max_rows].sort().values]
 
 
 def compute_slot_weights(config: BlockConfig, num_draft_tokens: int) -> Tensor:

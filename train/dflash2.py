@@ -53,21 +53,15 @@ class DFlash2Objective(BlockObjective):
         del outputs, row_values
         step_targets: StepTargets = batch[STEP_TARGETS]
         labels = gather_labels(batch)
-        previous_tokens = batch["input_ids"].flatten()[self._find_previous_tokens(step_targets)]
+        matched = step_targets.matched_rows
+        anchors = step_targets.anchors[matched.output_indices % len(step_targets.anchors)]
+        previous_tokens = batch["input_ids"].flatten()[anchors + 1 + step_targets.row_steps]
         values, candidates = self._select_candidates(rows.detach())
-        is_label = candidates == labels[step_targets.matched_rows.teacher_rows.device].unsqueeze(1)
+        is_label = candidates == labels[matched.teacher_rows.device].unsqueeze(1)
         scores = values + self.head.candidate_selector(rows, previous_tokens, candidates)
         loss = F.cross_entropy(scores.float(), is_label.int().argmax(1), reduction="none")
         # The selector cannot choose a label outside the candidates.
         return self.config.selector_weight * loss.where(is_label.any(1), 0.0)
-
-    @staticmethod
-    def _find_previous_tokens(step_targets: StepTargets) -> Tensor:
-        """Find the [M] int64 tokens, by index, directly before the drafted tokens."""
-        anchors = step_targets.anchors[
-            step_targets.matched_rows.output_indices % len(step_targets.anchors)
-        ]
-        return anchors + 1 + step_targets.row_steps
 
     @torch.no_grad()
     def _select_candidates(self, rows: Tensor) -> tuple[Tensor, Tensor]:

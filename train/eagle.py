@@ -18,7 +18,7 @@ COMMAND = Command(
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -100,10 +100,6 @@ class EagleObjective(StepObjective):
             DIVISORS: counts,
         }
 
-    def compute_outputs(self, batch: Batch) -> list[Tensor]:
-        """Compute the outputs [N, H] of each step at the anchors, all sequences flattened."""
-        return list(islice(self._iter_step_outputs(batch), self.config.num_steps))
-
     @staticmethod
     def select_supervised_rows(outputs: Sequence[Tensor], step_targets: StepTargets) -> Tensor:
         """Select the supervised rows [M, H] of the outputs [N, H] of all steps."""
@@ -128,8 +124,8 @@ class EagleObjective(StepObjective):
         states = batch[HIDDEN_STATES].flatten(0, 1)[indices].float()
         return weight * F.smooth_l1_loss(rows.float(), states, reduction="none").mean(-1)
 
-    def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
-        """Yield the outputs [N, H] of each step at the anchors, all sequences flattened."""
+    def compute_outputs(self, batch: Batch) -> list[Tensor]:
+        """Compute the outputs [N, H] of each step at the anchors, all sequences flattened."""
         head, ids = self.head, batch["input_ids"].flatten()
         features = self._add_noise(
             head.collect_features(collect_states(batch)).flatten(0, 1), batch
@@ -140,7 +136,8 @@ class EagleObjective(StepObjective):
         causal_range = build_causal_range(batch[DOCUMENTS], anchors)
         branches = BranchCache(text.keys[None], text.values[None], causal_range)
         config = self.config
-        return head.unroll(text, ids, anchors, branches, config.detach_features, config.own_tokens)
+        steps = head.unroll(text, ids, anchors, branches, config.detach_features, config.own_tokens)
+        return list(islice(steps, config.num_steps))
 
     def _add_noise(self, features: Tensor, batch: Batch) -> Tensor:
         """Add U(-noise / 2, noise / 2) * 512 / T in training, with T the document's length.

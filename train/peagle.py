@@ -13,7 +13,7 @@ COMMAND = Command(__doc__, PEagleRun, "peagle", ("peagle",), check=check_trainin
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 
@@ -34,7 +34,7 @@ from train.batch.batch import (
     Supervision,
     collect_states,
 )
-from train.block_objective import draw_anchors
+from train.block_objective import draw_anchors, draw_rows
 from train.eagle import EagleObjective
 from train.loop import command
 from train.objective import DIVISORS, LaunchSpec, Objective, SavedRows
@@ -104,8 +104,8 @@ class PEagleObjective(EagleObjective):
         }  # fmt: skip
         return SavedRows(kept, compared, compared, 2 * compared, compared)
 
-    def _iter_step_outputs(self, batch: Batch) -> Iterator[Tensor]:
-        """Yield the outputs [N, H] of each step's rows, all sequences flattened."""
+    def compute_outputs(self, batch: Batch) -> list[Tensor]:
+        """Compute the outputs [N, H] of each step's rows, all sequences flattened."""
         head, ids, documents = self.head, batch["input_ids"].flatten(), batch[DOCUMENTS]
         features = self._add_noise(
             head.collect_features(collect_states(batch)).flatten(0, 1), batch
@@ -115,7 +115,6 @@ class PEagleObjective(EagleObjective):
         text_range = build_causal_range(documents, torch.arange(len(ids), device=ids.device))
         text = head.build_context_rows(head.fuse(features), ids.roll(-1), positions, text_range)
         (outputs,) = head.run_layers(text, [], make_list_store(known))
-        yield outputs[batch[STEP_TARGETS].anchors]
 
         def run_masks(groups: Sequence[MaskRows]) -> list[Tensor]:
             steps = enumerate((group.last_tokens for group in groups), 1)
@@ -133,8 +132,8 @@ class PEagleObjective(EagleObjective):
             outputs_by_segment = [
                 checkpoint(run_masks, each, use_reentrant=False) for each in segments
             ]
-        for parts in zip_longest(*outputs_by_segment):
-            yield torch.cat([each for each in parts if each is not None])
+        steps = (filter(torch.is_tensor, parts) for parts in zip_longest(*outputs_by_segment))
+        return [outputs[batch[STEP_TARGETS].anchors], *(torch.cat([*parts]) for parts in steps)]
 
 
 def compute_kept_fraction(config: PEagleConfig, step: int) -> float:
@@ -169,21 +168,16 @@ def draw_step_anchors(
         rows = supervision.depths[step + 1].output_indices
         rows = rows[torch.isin(rows, drawn)]
         parts = rows.tensor_split(torch.searchsorted(rows, sequences[1:-1]))
-        drafts = zip(parts, totals, seeds, strict=True)
+        fraction = compute_kept_fraction(config, step)
         drawn = torch.cat(
-            [_draw_rows(*each, step, compute_kept_fraction(config, step)) for each in drafts]
+            [
+                draw_rows(part, int(max(0, total - step) * fraction), seed + step)
+                for part, total, seed in zip(parts, totals, seeds, strict=True)
+            ]
         )
         drawn = drawn if len(drawn) else anchors[-1][:1]
         anchors.append(drawn)
     return anchors
-
-
-def _draw_rows(rows: Tensor, total: int, seed: int, step: int, fraction: float) -> Tensor:
-    max_rows = int(max(0, total - step) * fraction)
-    if len(rows) <= max_rows:
-        return rows
-    generator = torch.Generator().manual_seed(seed + step)
-    return rows[torch.randperm(len(rows), generator=generator)[:max_rows].sort().values]
 
 
 def split_segments(

@@ -41,9 +41,7 @@ def test_the_loss_is_a_mean_of_weighed_rows(target: Target, off_path_weight: flo
     ids, states = batch["input_ids"].flatten(), batch["hidden_states"].flatten(0, 1)
     teacher = target.compute_logits(states).log_softmax(-1)
     unrolled, answered = batch[STEP_TARGETS], batch[SUPERVISION].token_indices.tolist()
-    outputs = torch.cat(list(objective._iter_step_outputs(batch)))[
-        unrolled.matched_rows.output_indices
-    ]
+    outputs = torch.cat(objective.compute_outputs(batch))[unrolled.matched_rows.output_indices]
     log_q = head.compute_logits(outputs).log_softmax(-1)
     total = torch.zeros(())
     for row, (token, step) in enumerate(
@@ -96,7 +94,7 @@ def test_rows_and_noise_are_drawn_by_the_seeds_of_a_batch(target: Target) -> Non
     def drawn(seed: int) -> tuple[list[int], torch.Tensor]:
         batch = objective.index_batch({**packed(texts(target, 1, 20)), NOISE_SEEDS: (seed,)})
         batch = objective.prepare_batch(batch)
-        return batch[STEP_TARGETS].row_anchors.tolist(), next(objective._iter_step_outputs(batch))
+        return batch[STEP_TARGETS].row_anchors.tolist(), objective.compute_outputs(batch)[0]
 
     rows, outputs = zip(*map(drawn, (1, 2)), strict=True)
     assert rows[0] != rows[1]

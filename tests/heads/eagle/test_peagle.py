@@ -58,7 +58,7 @@ def test_what_trains_is_what_drafts(head, num_segments: int) -> None:
     config = settings_of("peagle", num_anchors=9, num_segments=num_segments)
     objective = PEagleObjective(head, shared_target(), config)
     batch = objective.prepare_batch(objective.index_batch(packed(documents)))
-    steps = list(objective._iter_step_outputs(batch))
+    steps = objective.compute_outputs(batch)
     drafts = draw_step_anchors(batch[SUPERVISION], batch["input_ids"].numel(), config, (0,))
     assert [len(each) for each in steps] == [len(each) for each in drafts]
     for step, (outputs, tokens) in enumerate(zip(steps, drafts, strict=True)):
@@ -85,7 +85,7 @@ def test_nothing_leaks_from_behind_the_text_that_a_row_sees() -> None:
         drafts = draw_step_anchors(batch[SUPERVISION], len(text), config, (0,))
         rows = [each < 11 for each in drafts]  # that read token 11 at most
         assert min(int(each.sum()) for each in rows) > 1
-        pairs = zip(objective._iter_step_outputs(batch), rows, strict=True)
+        pairs = zip(objective.compute_outputs(batch), rows, strict=True)
         found.append(torch.cat([outputs[mine] for outputs, mine in pairs]))
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
