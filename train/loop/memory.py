@@ -25,8 +25,6 @@ from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
 
 FLOAT32_BYTES = 4
-
-
 REMEDIES = (
     "lower train.micro_batch_size, data.max_length or head.draft_vocab_size, load the target with "
     "target.quantization, train from a feature store with data.features, or launch with "
@@ -109,7 +107,7 @@ def estimate_pass(objective: Objective, setting: LaunchSpec) -> BytesByPart | No
     width, vocab_size, row_bytes = (
         len(head.vocab.ids), target.vocab_size, compute_row_bytes(objective, e)
     )  # fmt: skip
-    grad, limit = row_bytes["float32 state"], get_chunk_limit(setting)
+    grad, limit = row_bytes["float32 state"], fused_linear.get_chunk_bytes(not setting.cuda)
     loss = estimate_loss_bytes(setting, saved, width, grad // FLOAT32_BYTES)
     teacher_bytes = setting.tokens * target.dtype.itemsize
     if saved.is_soft:  # the target's logits of the draft vocabulary, beside a student's
@@ -222,11 +220,10 @@ def estimate_loss_bytes(setting: LaunchSpec, saved: SavedRows, width: int, hidde
         width: rows W of the projection.
         hidden: columns H of the projection.
     """
-    e = setting.dtype.itemsize
-    chunk = min(saved.compared, max(1, get_chunk_limit(setting) // (width * e)))
-    piece = min(
-        fused_linear.compute_piece_bytes(width, not setting.cuda), chunk * width * FLOAT32_BYTES
-    )
+    e, cpu = setting.dtype.itemsize, not setting.cuda
+    rows = fused_linear.count_fitting_rows(fused_linear.get_chunk_bytes(cpu), width * e)
+    chunk = min(saved.compared, rows)
+    piece = min(fused_linear.compute_piece_bytes(width, cpu), chunk * width * FLOAT32_BYTES)
     tile = min(fused_linear.TILE_BYTES, width * max(hidden, chunk) * FLOAT32_BYTES)
     back = chunk * hidden * (e + FLOAT32_BYTES) + (0 if e == FLOAT32_BYTES else tile)
     return (
@@ -234,8 +231,3 @@ def estimate_loss_bytes(setting: LaunchSpec, saved: SavedRows, width: int, hidde
         + chunk * hidden * e
         + max((saved.pieces + (e < FLOAT32_BYTES)) * piece, back)
     )
-
-
-def get_chunk_limit(setting: LaunchSpec) -> int:
-    """Return the largest bytes of a chunk's logits in a launch."""
-    return fused_linear.CHUNK_BYTES if setting.cuda else fused_linear.CPU_CHUNK_BYTES

@@ -246,7 +246,7 @@ class _Fused(torch.autograd.Function):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         with torch.autocast(device.type, enabled=False):
-            size = count_fitting_rows(compute_chunk_bytes(device), teacher.bytes_per_row)
+            size = count_fitting_rows(get_chunk_bytes(device.type == "cpu"), teacher.bytes_per_row)
             chunks = split_evenly(0, teacher.num_rows, size)
             edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
@@ -335,7 +335,7 @@ class _StudentPass:
             weighted = student.scales[rows].nonzero().squeeze(1)
             rows, num_rows = first + weighted, len(weighted)
         size = count_fitting_rows(
-            compute_chunk_bytes(weight.device), weight.shape[0] * self.dtype.itemsize
+            get_chunk_bytes(weight.device.type == "cpu"), weight.shape[0] * self.dtype.itemsize
         )
         for part in split_evenly(0, num_rows, size):
             self._compare_rows(compare, select_part(rows, part), self.projection, begin)
@@ -423,9 +423,9 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
         whole.addmm_(left.to(whole), right.to(whole))
 
 
-def compute_chunk_bytes(device: torch.device) -> int:
-    """Return the largest bytes of a chunk's logits on a device."""
-    return CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES
+def get_chunk_bytes(cpu: bool) -> int:
+    """Return the largest bytes of a chunk's logits."""
+    return CPU_CHUNK_BYTES if cpu else CHUNK_BYTES
 
 
 def compute_piece_bytes(width: int, cpu: bool) -> int:
