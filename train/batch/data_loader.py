@@ -14,7 +14,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -26,6 +25,8 @@ from train.batch.batch import Batch, map_tensors
 
 Load = Callable[[int], list[Batch]]
 Prepare = Callable[[Batch], Batch]
+Started = tuple[Batch, torch.cuda.Event | None]
+"""Batch, and the event at whose end its preparation on the side stream is done."""
 
 
 class Dataset(Protocol):
@@ -36,14 +37,6 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         """Return one sequence, as [T] tensors by name."""
-
-
-@dataclass(frozen=True)
-class _Started:
-    """Batch whose preparation may still run on the side stream until `done`."""
-
-    batch: Batch
-    done: torch.cuda.Event | None
 
 
 class Prefetcher:
@@ -74,7 +67,7 @@ class Prefetcher:
         for _ in range(ahead):
             self._begin_loading()
         self._current: list[Batch] = []
-        self._ahead: _Started | None = None
+        self._ahead: Started | None = None
 
     def _begin_loading(self) -> None:
         step = next(self._steps, None)
@@ -102,12 +95,15 @@ class Prefetcher:
         and dropped it.
         """
         for index in range(len(self._current)):
-            started = self._ahead or self._start_batch(self._current[index])
+            batch, done = self._ahead or self._start_batch(self._current[index])
             self._ahead = None
             following = self._get_next_batch(index)
             if self._stream is not None and following is not None:
                 self._ahead = self._start_batch(following)
-            yield self._finish_batch(started)
+            if done is not None:
+                # `record_stream` would hold memory until the host, far ahead, looks again.
+                torch.cuda.current_stream(self._device).wait_event(done)
+            yield batch
 
     def _get_next_batch(self, index: int) -> Batch | None:
         """Return the batch after micro batch `index` of this step, if it is loaded."""
@@ -117,20 +113,14 @@ class Prefetcher:
         is_ready = future is not None and future.done() and future.exception() is None
         return future.result()[0] if future is not None and is_ready else None
 
-    def _start_batch(self, batch: Batch) -> _Started:
+    def _start_batch(self, batch: Batch) -> Started:
         if self._stream is not None:
             # The stream reuses memory of the step; see the module docstring.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), label_part("target"):
             prepared = self._prepare(batch_to_device(batch, self._device))
             done = None if self._stream is None else self._stream.record_event()
-        return _Started(prepared, done)
-
-    def _finish_batch(self, started: _Started) -> Batch:
-        if started.done is not None:
-            # `record_stream` would hold memory until the host, which runs far ahead, looks again.
-            torch.cuda.current_stream(self._device).wait_event(started.done)
-        return started.batch
+        return prepared, done
 
     def close(self) -> None:
         """End the thread after the current load."""

@@ -11,6 +11,7 @@ Letters: n texts, N tokens of all texts.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from eval.decode.engine import Generation, Request, decode_many
 from eval.decode.generation_config import StopRules
 from eval.measure.engine_answers import build_request_settings
 from eval.measure.measurement import gather_items
-from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
@@ -236,16 +236,12 @@ class Rollouts:
             own_groups, desc=f"round {number + 1}", disable=not state.is_main_process, leave=False
         )
         for group in bar:
-            own_answers += zip(
-                group, self._generate_group(number, group, prompts, head), strict=True
-            )
+            answers_of_group = self._generate_group(number, group, prompts, head)
+            own_answers += zip(group, answers_of_group, strict=True)
         processes.wait_for_processes()
-        answers = [
-            answer for _, answer in sorted(gather_items(own_answers), key=lambda pair: pair[0])
-        ]
-        token_ids = [
-            prompt + answer.token_ids for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        by_prompt = dict(gather_items(own_answers))
+        answers = [by_prompt[index] for index in range(len(prompts))]
+        token_ids = [prompts[index] + answer.token_ids for index, answer in enumerate(answers)]
         texts = AnsweredPrompts(
             token_ids=torch.tensor([token for text in token_ids for token in text]),
             lengths=torch.tensor(list(map(len, token_ids))),
@@ -271,11 +267,8 @@ class Rollouts:
         if self.server is not None or self.served is not None:
             return self._request_answers(requests)
         assert isinstance(self.target, Target)
-        sampling, chain = Sampling(self.config.temperature), Tree.make_chain(head.default_depth)
-
-        def make(seeds: list[int]) -> Drafter:
-            return head.make_drafter(chain, sampling, seeds)
-
+        sampling = Sampling(self.config.temperature)
+        make = partial(head.make_drafter, Tree.make_chain(head.default_depth), sampling)
         limits = self.config.max_new_tokens, self.config.batch_size
         return decode_many(self.target, make, requests, *limits, sampling)
 

@@ -188,11 +188,8 @@ class ParallelStrategy:
     @contextmanager
     def open_averaged_weights(self) -> Iterator[None]:
         """Open a context like `open_whole_weights`, with averaged weights if they are kept."""
-        if self.config.average_decay is None:
-            with self.open_whole_weights():
-                yield
-            return
-        averages = {n: self._gather_optimizer_state(p, AVERAGE) for n, p in self.trained.items()}
+        averaged = {} if self.config.average_decay is None else self.trained
+        averages = {n: self._gather_optimizer_state(p, AVERAGE) for n, p in averaged.items()}
         with self.open_whole_weights(), torch.no_grad():
             whole = [(self.head.get_parameter(n), average) for n, average in averages.items()]
             weights = [parameter.clone() for parameter, _ in whole]
