@@ -205,10 +205,11 @@ def training_objective(
     Raises:
         InputError: an unknown recipe, or a setting that the head lacks or that does not fit.
     """
+    training: Any
     if isinstance(head, str):
         training, recipe = _find_recipe(head)
     else:
-        training, recipe = _import_training_command(kinds.find_kind_name(head)), head.variant
+        training, recipe = import_module(f"train.{kinds.find_kind_name(head)}").main, head.variant
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
     try:
         changed = OmegaConf.merge(training.command.compose_settings(chosen).head, settings)
@@ -314,12 +315,6 @@ def _encode_prompt(target: Target, prompt: str | Messages | list[int]) -> list[i
     return [*prompt]
 
 
-def _import_training_command(kind: str) -> TrainingCommand:
-    """Import the training command of a kind of head."""
-    entry: Any = import_module(f"train.{kind}")
-    return entry.main
-
-
 def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
     """Find the training command that knows a recipe; a kind without recipes is its own.
 
@@ -328,7 +323,7 @@ def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
     """
     known: dict[str, TrainingCommand] = {}
     for kind in kinds.HEADS:
-        training = _import_training_command(kind)
+        training: Any = import_module(f"train.{kind}").main
         known |= dict.fromkeys(training.command.recipes or (kind,), training)
     if name not in known:
         raise InputError(f"head={name}: no such recipe; allowed: {', '.join(known)}")
