@@ -175,6 +175,7 @@ class DraftHead(nn.Module, ABC):
         ambiguities: generators over what the head's files may have meant. Each yields a description
             and an attached head with the same weights under that setting, the likeliest first.
         pruning_hint: which heads of this kind can be pruned, for the message of the others.
+        vllm_settings: further speculation settings of vLLM.
     """
 
     config: Any
@@ -192,6 +193,7 @@ class DraftHead(nn.Module, ABC):
     default_layers: ClassVar["staticmethod[[int, str], tuple[int, ...]] | None"] = None
     ambiguities: ClassVar[tuple[Callable[[Any], Iterator[tuple[str, Any]]], ...]] = ()
     pruning_hint: ClassVar[str] = "none of this kind"
+    vllm_settings: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, config: Any, vocab: DraftVocab) -> None:
         super().__init__()

@@ -20,16 +20,12 @@ from transformers import LlamaConfig
 from conf.settings.export import ExportFormat
 from heads.draft_head import WEIGHTS, HeadFiles
 from heads.export import gguf
-from heads.export.gguf import (
-    LAYER,
-    GgufFile,
-    Value,
-    build_head_metadata,
-    make_file_tensors,
-    rope_problem,
-    weights_name,
+from heads.export.gguf import LAYER, GgufFile, Value, build_head_file, rope_problem
+from heads.export.writer import (
+    build_speculators_section,
+    format_dtype,
+    format_engine_command,
 )
-from heads.export.writer import build_speculators_section, format_dtype, format_vllm_command
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -184,7 +180,7 @@ def _find_llamacpp_problem(head: Any) -> str | None:
 def build_engine_files(head: Any, engine: ExportFormat, layout: BlockLayout) -> HeadFiles:
     """Build the files of a head for an engine that can serve it."""
     if engine is ExportFormat.llamacpp:
-        return build_gguf_files(head, layout.vllm_method)
+        return _build_gguf_files(head, layout.vllm_method)
     added = (
         _copy_target_weights(head)
         if engine is ExportFormat.original and layout.with_embeddings_and_head
@@ -287,24 +283,14 @@ def build_causal_key(config: BlockHeadConfig, name: str) -> dict[str, bool]:
     return {} if config.causal and config.full_layers else {name: config.causal}
 
 
-def build_gguf_files(head: Any, prefix: str) -> HeadFiles:
-    """Build the GGUF file of a head that llama.cpp can serve.
-
-    Args:
-        head: attached head.
-        prefix: prefix of the file's name.
-    """
+def _build_gguf_files(head: Any, prefix: str) -> HeadFiles:
     config, llama, files = head.config, head.config.llama, head.build_files()
     settings = files.config | files.config.get("dflash_config", {})
-    title = head.title
-    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
     values = {name: settings[key] for key, name in GGUF_KEYS.items() if key in settings}
     values |= {"target_layers": list(config.layers), "attention.causal": config.causal}
     if config.window is not None:
         windows = [number not in config.full_layers for number in range(llama.num_hidden_layers)]
         values |= {WINDOW: config.window, PATTERN: windows}
-    metadata |= {f"{ARCH}.{key}": Value.from_content(value) for key, value in values.items()}
-    metadata[MASK] = Value.from_content(config.mask_token_id)
     names = _map_tensor_names(llama.num_hidden_layers)
     tensors = {names[name]: each for name, each in files.tensors.items() if name in names}
     added: dict[str, Tensor] = {}
@@ -316,9 +302,9 @@ def build_gguf_files(head: Any, prefix: str) -> HeadFiles:
         width = llama.hidden_size + tensors[MARKOV].shape[1]
         read = tensors[CONFIDENCE]
         tensors[CONFIDENCE] = functional.pad(read, (0, width - read.shape[1]))
-    name = weights_name(prefix, head.target_name, head.dtype)
-    file_tensors = make_file_tensors(tensors | added, head.vocab, llama)
-    return HeadFiles(metadata, name, file_tensors, sorted(added), list(config.layers))
+    made = build_head_file(head, ARCH, prefix, values, tensors | added)
+    made[0][MASK] = Value.from_content(config.mask_token_id)
+    return HeadFiles(*made, sorted(added), list(config.layers))
 
 
 def _map_tensor_names(num_layers: int) -> dict[str, str]:
@@ -365,21 +351,9 @@ def load_gguf_tensors(
 
 def format_serve_command(head: Any, engine: ExportFormat, folder: str, layout: BlockLayout) -> str:
     """Format the command that starts an engine, for a shell; for the authors' code, Python."""
-    target, tokens = head.target_name, head.config.num_draft_tokens
-    if engine is ExportFormat.vllm:
-        return format_vllm_command(layout.vllm_method, tokens, target, folder)
-    if engine is ExportFormat.speculators:
-        return f"vllm serve {folder}"
-    if engine is ExportFormat.sglang:
-        return (
-            f"python -m sglang.launch_server --model-path {target} "
-            f"--speculative-algorithm {layout.vllm_method.upper()} "
-            f"--speculative-draft-model-path {folder} "
-            f"--speculative-num-draft-tokens {tokens + 1}"
-        )
-    if engine is ExportFormat.llamacpp:
-        file = f"{folder}/{weights_name(layout.vllm_method, target, head.dtype)}"
-        return gguf.serve_command(target, file, f"draft-{layout.vllm_method}", tokens)
+    if engine is not ExportFormat.original:
+        tokens = head.config.num_draft_tokens
+        return format_engine_command(head, engine, folder, layout.vllm_method, tokens)
     if layout.with_embeddings_and_head:
         return (
             "from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel\n"

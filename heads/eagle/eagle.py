@@ -138,12 +138,8 @@ class EagleHead(EagleNetwork):
         layout = self.layouts.get(engine, {}).get(self.config.form)
         if layout is None:
             return ExportPlan(f"loads no {self.title}")
-        problem = find_layout_problem(self, layout)
-        return ExportPlan(problem) if problem else self._plan_engine_export(engine, layout, folder)
-
-    def _plan_engine_export(
-        self, engine: ExportFormat, layout: EagleLayout, folder: str
-    ) -> ExportPlan:
+        if problem := find_layout_problem(self, layout):
+            return ExportPlan(problem)
         command = format_serve_command(self, engine, folder)
         files = partial(build_engine_files, self, engine, layout)
         return ExportPlan(None, files, command, format_engine_hint(self, engine))
@@ -201,6 +197,7 @@ class EagleHead(EagleNetwork):
             # vLLM builds the fusion layer without a bias and fails on the tensor.
             vllm_method=None if config.fc_bias else tag,
             vllm_problem=BIAS_PROBLEM,
+            vllm_settings=self.vllm_settings,
             copied=self._list_copied_parts(settings),
         )
 

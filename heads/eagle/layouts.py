@@ -31,19 +31,16 @@ from heads.export import gguf
 from heads.export.gguf import (
     LAYER,
     GgufFile,
-    Value,
-    build_head_metadata,
+    build_head_file,
     deinterleave_rows,
     interleave_rows,
-    make_file_tensors,
     rope_problem,
-    weights_name,
 )
 from heads.export.writer import (
     ENGINE_NAMES,
     build_speculators_section,
     format_dtype,
-    format_vllm_command,
+    format_engine_command,
 )
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
 from heads.target_model.architecture import find_max_positions
@@ -323,12 +320,7 @@ def can_use_own_embedding(head: EagleNetwork, layout: EagleLayout) -> bool:
     )
 
 
-def build_engine_files(
-    head: EagleNetwork,
-    engine: ExportFormat,
-    layout: EagleLayout,
-    num_draft_tokens: int = NUM_DRAFT_TOKENS,
-) -> HeadFiles:
+def build_engine_files(head: EagleNetwork, engine: ExportFormat, layout: EagleLayout) -> HeadFiles:
     """Build the files of a head in the layout of an engine that can serve it.
 
     Raises:
@@ -336,11 +328,11 @@ def build_engine_files(
     """
     check_layers_and_embedding(head, engine, layout)
     if layout.gguf:
-        return build_gguf_files(head)
+        return _build_gguf_files(head)
     tensors, added = _collect_engine_tensors(head, layout), _make_added_tensors(head, layout)
     settings = _build_config(head, layout, format_dtype(head))
     if engine is ExportFormat.speculators:
-        settings = _build_speculators_config(head, settings, layout, num_draft_tokens)
+        settings = _build_speculators_config(head, settings, layout)
     return HeadFiles(settings, WEIGHTS, tensors | added, sorted(added), list(head.config.layers))
 
 
@@ -407,16 +399,16 @@ def _build_config(head: EagleNetwork, layout: EagleLayout, dtype: str) -> dict[s
 
 
 def _build_speculators_config(
-    head: EagleNetwork, flat: dict[str, Any], layout: EagleLayout, num_draft_tokens: int
+    head: EagleNetwork, flat: dict[str, Any], layout: EagleLayout
 ) -> dict[str, Any]:
     """Build speculators' `Eagle3SpeculatorConfig`, with the layer's keys in a section."""
-    config = head.config
+    config, method = head.config, layout.speculators_method
     outer = {"architectures", "draft_vocab_size", "eagle_config", "target_hidden_size", "bias"}
     outer |= {"eagle_aux_hidden_state_layer_ids", "base_model_name_or_path", *NORMS}
     layer = {name: value for name, value in flat.items() if name not in outer}
     return {
         "architectures": [layout.architecture],
-        "speculators_model_type": layout.speculators_method,
+        "speculators_model_type": method,
         "speculators_version": "0.9.0",
         "draft_vocab_size": flat["draft_vocab_size"],
         "target_hidden_size": config.target_hidden_size,
@@ -427,8 +419,9 @@ def _build_speculators_config(
         "dtype": flat["dtype"],
         "transformer_layer_config": layer,
         "speculators_config": build_speculators_section(
-            head, layout.speculators_method, num_draft_tokens
+            head, method, config.num_draft_tokens or NUM_DRAFT_TOKENS
         ),
+        **{name: flat[name] for name in ("mask_token_id",) if name in flat},  # P-EAGLE's
     }
 
 
@@ -470,25 +463,20 @@ def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, 
     }
 
 
-def build_gguf_files(head: EagleNetwork) -> HeadFiles:
-    """Build the GGUF file of a head that llama.cpp can serve."""
-    config, llama = head.config, head.config.llama
-    title = head.title
-    metadata = build_head_metadata(llama, ARCH, head.dtype, title, head.target_name)
-    # As in every other layout: a head's own files may say less than its target supports.
-    metadata[f"{ARCH}.context_length"] = Value.from_content(find_max_positions(head.target.config))
-    metadata[f"{ARCH}.target_layers"] = Value.from_content(list(config.layers))
-    metadata[f"{ARCH}.target_hidden_size"] = Value.from_content(config.target_hidden_size)
-    metadata |= {f"{ARCH}.{flag}": Value.from_content(getattr(config, flag)) for flag in GGUF_FLAGS}
-    tensors_by_name = head.collect_tensors()
-    tensors = {
-        GGUF_NAMES[name]: each for name, each in tensors_by_name.items() if name in GGUF_NAMES
-    }
+def _build_gguf_files(head: EagleNetwork) -> HeadFiles:
+    config, tensors = head.config, head.collect_tensors()
+    named = {GGUF_NAMES[name]: each for name, each in tensors.items() if name in GGUF_NAMES}
     for name, heads in INTERLEAVED.items():
-        tensors[name] = interleave_rows(tensors[name], getattr(llama, heads))
-    name = weights_name("eagle3", head.target_name, head.dtype)
-    file_tensors = make_file_tensors(tensors, head.vocab, llama)
-    return HeadFiles(metadata, name, file_tensors, layers=list(config.layers))
+        named[name] = interleave_rows(named[name], getattr(config.llama, heads))
+    values = {
+        # As in every other layout: a head's own files may say less than its target supports.
+        "context_length": find_max_positions(head.target.config),
+        "target_layers": list(config.layers),
+        "target_hidden_size": config.target_hidden_size,
+        **{flag: getattr(config, flag) for flag in GGUF_FLAGS},
+    }
+    made = build_head_file(head, ARCH, ARCH, values, named)
+    return HeadFiles(*made, layers=list(config.layers))
 
 
 def load_gguf_tensors(
@@ -514,20 +502,8 @@ def load_gguf_tensors(
 
 def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) -> str:
     """Format the command that starts an engine, for a shell; for the authors' code, Python."""
-    target = head.target_name
-    eagle3 = head.config.form is EagleForm.eagle3
-    tokens = NUM_DRAFT_TOKENS
-    if engine is ExportFormat.vllm:
-        return format_vllm_command("eagle3" if eagle3 else "eagle", tokens, target, folder)
-    if engine is ExportFormat.speculators:
-        return f"vllm serve {folder}"
-    if engine is ExportFormat.sglang:
-        return (
-            f"python -m sglang.launch_server --model-path {target} "
-            f"--speculative-algorithm {'EAGLE3' if eagle3 else 'EAGLE'} "
-            f"--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
-        )
+    target, eagle3 = head.target_name, head.config.form is EagleForm.eagle3
+    tokens = head.config.num_draft_tokens or NUM_DRAFT_TOKENS
     if engine is ExportFormat.trtllm:
         layers = [index - 1 for index in head.config.layers]
         return (
@@ -536,14 +512,16 @@ def format_serve_command(head: EagleNetwork, engine: ExportFormat, folder: str) 
             f"  eagle3_layers_to_capture: {layers}\nEND\n"
             f"trtllm-serve {target} --config speculative.yaml"
         )
-    if engine is ExportFormat.llamacpp:
-        file = f"{folder}/{weights_name('eagle3', target, head.dtype)}"
-        return gguf.serve_command(target, file, "draft-eagle3", tokens)
-    return (
-        "import torch\nfrom eagle.model.ea_model import EaModel\n"
-        f'model = EaModel.from_pretrained(base_model_path="{target}", ea_model_path="{folder}", '
-        f"use_eagle3={eagle3}, torch_dtype=torch.{format_dtype(head)})"
-    )
+    if engine is ExportFormat.original:
+        return (
+            "import torch\nfrom eagle.model.ea_model import EaModel\n"
+            f'model = EaModel.from_pretrained(base_model_path="{target}", '
+            f'ea_model_path="{folder}", use_eagle3={eagle3}, '
+            f"torch_dtype=torch.{format_dtype(head)})"
+        )
+    method = "eagle3" if eagle3 else "eagle"
+    steps = f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+    return format_engine_command(head, engine, folder, method, tokens, steps)
 
 
 def format_engine_hint(head: EagleNetwork, engine: ExportFormat) -> str:

@@ -26,13 +26,12 @@ from conf.settings.eagle import EagleForm, PEagleConfig
 from conf.settings.export import ExportFormat
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.head_drafter import Frontier
-from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, Variant
+from heads.draft_head import HeadFacts, HeadFiles, Variant
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.drafter import EagleDrafter, find_last_rows
 from heads.eagle.eagle import EagleHead, iter_feature_variants
-from heads.eagle.layouts import LAYOUTS, EagleLayout, build_engine_files, format_engine_hint
+from heads.eagle.layouts import LAYOUTS
 from heads.eagle.network import EagleHeadConfig, EagleLayer, build_eagle_config
-from heads.export.writer import format_vllm_command
 from heads.feature_head import choose_mask_token, iter_mask_token_variants
 from heads.folders import find_head_weights, has_architecture, list_tensor_names
 from heads.layers.branch_attention import (
@@ -198,6 +197,7 @@ class PEagleHead(EagleHead):
     variants: ClassVar = {"peagle": Variant("P-EAGLE heads", PEagleConfig)}
     name_with_article = "a P-EAGLE head"
     drafter = PEagleDrafter
+    vllm_settings: ClassVar = {"parallel_drafting": True}
     ambiguities = (iter_feature_variants, iter_mask_token_variants)
     layouts: ClassVar = {
         ExportFormat.vllm: {EagleForm.eagle3: VLLM_LAYOUT},
@@ -387,23 +387,6 @@ class PEagleHead(EagleHead):
         peagle_keys = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
         return replace(files, config=files.config | peagle_keys)
 
-    def _plan_engine_export(
-        self, engine: ExportFormat, layout: EagleLayout, folder: str
-    ) -> ExportPlan:
-        """Plan an export whose command makes vLLM draft all tokens in one pass."""
-        tokens = self.config.num_draft_tokens
-        command = f"vllm serve {folder}"
-        if engine is ExportFormat.vllm:
-            target = self.target_name
-            command = format_vllm_command("eagle3", tokens, target, folder, parallel_drafting=True)
-
-        def build_files() -> HeadFiles:
-            files = build_engine_files(self, engine, layout, tokens)
-            files.config["mask_token_id"] = self.config.mask_token_id
-            return files
-
-        return ExportPlan(None, build_files, command, format_engine_hint(self, engine))
-
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
     ) -> HeadFacts:
@@ -422,7 +405,6 @@ class PEagleHead(EagleHead):
                 f"them), fused. It drafts {config.num_draft_tokens} tokens in one pass"
             ),
             num_draft_tokens=config.num_draft_tokens,
-            vllm_settings={"parallel_drafting": True},
         )
 
 

@@ -22,11 +22,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf import GGUFValueType as Kind
 from torch import Tensor
-from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.files import HUB_ID, split_gguf_path
-from heads.vocab import DraftVocab
 
 MAGIC, ALIGNMENT = b"GGUF", 32
 DTYPES = {0: torch.float32, 1: torch.float16, 27: torch.int64, 30: torch.bfloat16}
@@ -239,23 +237,27 @@ class GgufFile:
         return torch.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
-def build_head_metadata(
-    config: LlamaConfig, arch: str, dtype: torch.dtype, title: str, target: str
-) -> dict[str, Value]:
-    """Build the metadata of a head: names, sizes and RoPE.
+def build_head_file(
+    head: Any, arch: str, prefix: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Value], str, dict[str, Tensor]]:
+    """Build the metadata, the name and the tensors of a head's file.
+
+    Vectors and kernels are float32; matrices keep their dtype. A reduced vocabulary is `d2t` [W]
+    int64, its ids.
 
     Args:
-        config: config of the head's layers.
+        head: attached head.
         arch: architecture.
-        dtype: dtype of the matrices.
-        title: name of this kind of head.
-        target: Hub id or folder of the head's target.
+        prefix: prefix of the file's name.
+        values: metadata beside names, sizes and RoPE, by their keys after the architecture.
+        tensors: tensors by llama.cpp's names.
     """
+    config, target = head.config.llama, head.target_name
     contents = {
         "general.architecture": arch,
         "general.type": "model",
-        "general.name": f"{title} for {Path(target).name}",
-        "general.file_type": FILE_TYPES[dtype][0],
+        "general.name": f"{head.title} for {Path(target).name}",
+        "general.file_type": FILE_TYPES[head.dtype][0],
     }
     if HUB_ID.fullmatch(target) and not Path(target).exists():
         contents |= {"general.base_model.count": 1, BASE: target}
@@ -266,7 +268,19 @@ def build_head_metadata(
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
     metadata = {key: Value.from_content(content) for key, content in contents.items()}
-    return metadata | rope_metadata(config.rope_parameters, arch)
+    metadata |= rope_metadata(config.rope_parameters, arch)
+    metadata |= {f"{arch}.{key}": Value.from_content(value) for key, value in values.items()}
+    added = {} if head.vocab.is_full else {"d2t": head.vocab.ids}
+    divisors = rope_divisors(config.rope_parameters, config.head_dim)
+    if divisors is not None:
+        added[ROPE_FREQS] = divisors
+    file_tensors = {
+        name: tensor
+        if not tensor.is_floating_point() or (tensor.ndim > 1 and name.endswith(".weight"))
+        else tensor.float()
+        for name, tensor in sorted({**tensors, **added}.items())
+    }
+    return metadata, weights_name(prefix, target, head.dtype), file_tensors
 
 
 def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
@@ -302,30 +316,6 @@ def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> 
             )
     return vocab | {
         f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
-    }
-
-
-def make_file_tensors(
-    tensors: Mapping[str, Tensor], vocab: DraftVocab, config: LlamaConfig
-) -> dict[str, Tensor]:
-    """Make all tensors of a head's file, in llama.cpp's dtypes.
-
-    Vectors and kernels are float32; matrices keep their dtype.
-
-    Args:
-        tensors: the head's tensors by llama.cpp's names.
-        vocab: draft vocabulary; if reduced, `d2t` [W] int64 holds its ids.
-        config: config of the head's layers.
-    """
-    added = {} if vocab.is_full else {"d2t": vocab.ids}
-    divisors = rope_divisors(config.rope_parameters, config.head_dim)
-    if divisors is not None:
-        added[ROPE_FREQS] = divisors
-    return {
-        name: tensor
-        if not tensor.is_floating_point() or (tensor.ndim > 1 and name.endswith(".weight"))
-        else tensor.float()
-        for name, tensor in sorted({**tensors, **added}.items())
     }
 
 

@@ -29,7 +29,13 @@ from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.export import ExportFormat
 from heads.draft_head import DraftHead
-from heads.export.gguf import build_vocab_metadata, target_hint, write_gguf
+from heads.export.gguf import (
+    build_vocab_metadata,
+    serve_command,
+    target_hint,
+    weights_name,
+    write_gguf,
+)
 from heads.folders import PROVENANCE, write_folder
 from heads.target_model.architecture import find_max_positions
 from heads.target_model.decoder import extract_hidden_state
@@ -263,6 +269,40 @@ def format_vllm_command(
     """
     speculation = {"method": method, "model": folder, "num_speculative_tokens": num_tokens, **more}
     return f"vllm serve {target} --speculative-config '{json.dumps(speculation)}'"
+
+
+def format_engine_command(
+    head: DraftHead,
+    engine: ExportFormat,
+    folder: str,
+    method: str,
+    num_tokens: int,
+    steps: str = "",
+) -> str:
+    """Format the command that starts vLLM, SGLang or llama.cpp with a head, for a shell.
+
+    Args:
+        head: head, which may be attached or not.
+        engine: the engine; speculators' heads are vLLM's.
+        folder: folder of the head.
+        method: method name in vLLM and llama.cpp, and in capitals in SGLang.
+        num_tokens: draft tokens per pass.
+        steps: further arguments of SGLang.
+    """
+    target = head.target_name
+    if engine is ExportFormat.vllm:
+        return format_vllm_command(method, num_tokens, target, folder, **head.vllm_settings)
+    if engine is ExportFormat.speculators:
+        return f"vllm serve {folder}"
+    if engine is ExportFormat.sglang:
+        return (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm {method.upper()} "
+            f"--speculative-draft-model-path {folder} {steps}"
+            f"--speculative-num-draft-tokens {num_tokens + 1}"
+        )
+    file = f"{folder}/{weights_name(method, target, next(head.parameters()).dtype)}"
+    return serve_command(target, file, f"draft-{method}", num_tokens)
 
 
 def build_speculators_section(head: DraftHead, method: str, num_tokens: int) -> dict[str, Any]:
