@@ -49,6 +49,7 @@ class FeatureHead(DraftHead):
 
     Attributes:
         drafter: class of the head's drafters, of chains and dynamic trees.
+        drawn_modules: classes of modules whose weights a seed draws.
         fc: fusion layer; its weight has the head's dtype.
         lm_head: [W, H]; None drafts with the target's output head.
         embed_tokens: [V, H] frozen; None uses the target's embedding.
@@ -57,6 +58,7 @@ class FeatureHead(DraftHead):
     drafter: ClassVar[type[FeatureDrafter]]
     output_head_patterns: ClassVar[tuple[str, ...]] = (r"lm_head\.weight",)
     compiled_modules: ClassVar[tuple[type[nn.Module], ...]] = (LlamaMLP,)
+    drawn_modules: ClassVar[Any] = (nn.Linear,)
     max_positions: int
     fc: nn.Linear
     lm_head: nn.Linear | None
@@ -86,6 +88,22 @@ class FeatureHead(DraftHead):
         self._target = (target,)
         self.vocab = self.vocab.to(target.device)
         return self.to(target.device, dtype)
+
+    def draw_weights(self, seed: int) -> None:
+        """Draw the weights of all modules of `drawn_modules` by a seed; biases become zero."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, self.drawn_modules):
+                nn.init.normal_(module.weight, std=0.02, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def draw_and_attach(self, target: EmbeddingsAndOutputHead, seed: int) -> None:
+        """Draw weights by a seed, attach the head, and copy the target's embedding if needed."""
+        self.draw_weights(seed)
+        self.attach(target)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(target.embedding.weight)
 
     @abstractmethod
     def complete_config(self, target: EmbeddingsAndOutputHead) -> Any:

@@ -169,6 +169,7 @@ class BlockHead(FeatureHead):
     is_anchored: ClassVar[bool] = False
     implemented: ClassVar[Collection[str]] = ()
     drafter = BlockDrafter
+    drawn_modules = (nn.Linear, nn.Embedding)
     ambiguities: ClassVar[tuple[Callable[[Any], ConfigVariants], ...]] = (iter_block_variants,)
     pruning_hint = "heads trained with head.own_output_head=true"
 
@@ -189,10 +190,7 @@ class BlockHead(FeatureHead):
         Raises:
             InputError: the head starts from rows of the target's output head, which is quantised.
         """
-        self.draw_weights(seed)
-        self.attach(target)
-        if self.embed_tokens is not None:
-            self.embed_tokens.weight.data.copy_(target.embedding.weight)
+        self.draw_and_attach(target, seed)
         if self.lm_head is not None:
             if target.head_is_quantized:
                 raise InputError(
@@ -207,15 +205,6 @@ class BlockHead(FeatureHead):
     def make_layer(self) -> BlockLayer:
         """Make one layer of the network."""
         return BlockLayer(self.config.llama)
-
-    def draw_weights(self, seed: int) -> None:
-        """Draw the weights of all linear layers and embeddings by a seed."""
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
 
     def complete_config(self, target: EmbeddingsAndOutputHead) -> BlockHeadConfig:
         """See `FeatureHead.complete_config`. Fills in the number of the target's layers."""

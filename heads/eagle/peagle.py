@@ -214,8 +214,9 @@ class PEagleHead(EagleHead):
         )
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
 
-    def _draw_weights(self, seed: int) -> None:
-        super()._draw_weights(seed)
+    def draw_weights(self, seed: int) -> None:
+        """Draw new weights by a seed, including the hidden state of rows without a token."""
+        super().draw_weights(seed)
         nn.init.normal_(self.mask_hidden, generator=torch.Generator().manual_seed(seed))
 
     def build_context_rows(
