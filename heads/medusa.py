@@ -204,7 +204,7 @@ class MedusaHead(DraftHead):
         config = infer_config(tensors, str(settings.get("base_model_name_or_path")), path)
         vocab, rows = DraftVocab.make_full(config.vocab_size), None
         if token_map is not None:
-            vocab, rows = parse_token_map(
+            vocab, rows = _parse_token_map(
                 token_map, config.vocab_size, int(settings.get("vocab_size", 0)), path
             )
         head = cls(replace(config, vocab_size=vocab.size), vocab)
@@ -261,8 +261,8 @@ class MedusaHead(DraftHead):
 
     def plan_export(self, engine: ExportFormat, folder: str = "DIR") -> ExportPlan:
         """Plan the files and the command for an engine. See `DraftHead.plan_export`."""
-        layout, blocks = LAYOUTS.get(engine), self.config.num_layers
-        if layout is None:
+        blocks, original = self.config.num_layers, engine is ExportFormat.original
+        if engine not in ENGINES:
             return ExportPlan("loads no Medusa heads")
         if not self.vocab.is_full:
             # vLLM 0.32 knows `token_map`, but makes each head as large as the target's vocabulary
@@ -270,15 +270,13 @@ class MedusaHead(DraftHead):
             return ExportPlan(
                 "loads no Medusa heads with a reduced draft vocabulary; export the unpruned head"
             )
-        if layout.max_layers is not None and blocks > layout.max_layers:
+        if original and blocks > 1:
             return ExportPlan(
                 f"merges the {blocks} residual blocks of a head into one (head.num_layers)"
             )
         command = format_serve_command(self, engine, folder)
-        original = engine is ExportFormat.original
-        hint = AUTHORS_HINT if original else ""
-        files = partial(build_engine_files, self, engine)
-        return ExportPlan(None, files, command, hint, LAST_VERSIONS.get(engine, ""))
+        hint, last = AUTHORS_HINT if original else "", LAST_VERSIONS.get(engine, "")
+        return ExportPlan(None, partial(build_engine_files, self, engine), command, hint, last)
 
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor
@@ -393,22 +391,13 @@ def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHe
     return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
 
 
-def parse_token_map(
+def _parse_token_map(
     token_map: Tensor, num_rows: int, size: int, path: str
 ) -> tuple[DraftVocab, Tensor]:
-    """Build the draft vocabulary of heads from the map in their file, in any order.
-
-    Args:
-        token_map: [W] target ids of the draft ids.
-        num_rows: number W of rows of each projection.
-        size: number V of target ids in `config.json`.
-        path: name of the folder in messages.
-
-    Returns:
-        The vocabulary, and [W] int64 the row of each projection for each of its ids.
+    """Build the vocabulary of a map [W] of V target ids, and [W] int64 the row for each of its ids.
 
     Raises:
-        InputError: the map names an id twice, has another length, or has ids beyond V.
+        InputError: the map names an id twice, has not W = `num_rows`, or has ids beyond V = `size`.
     """
     ids, rows = token_map.to(torch.int64).sort()
     if (
@@ -425,46 +414,22 @@ def parse_token_map(
     return DraftVocab(ids, size), rows
 
 
-@dataclass(frozen=True)
-class MedusaLayout:
-    """Layout in which an engine reads Medusa heads.
-
-    Attributes:
-        weights: name of the weights file.
-        vllm_names: whether tensors have vLLM's names (`blocks.{k}.layers.{j}`) instead of the
-            authors' (`{k}.{j}`).
-        architecture: value of `architectures`; None omits the key.
-        max_layers: largest number of residual blocks per head; None for any.
-    """
-
-    weights: str = MEDUSA_WEIGHTS
-    vllm_names: bool = False
-    architecture: str | None = None
-    max_layers: int | None = None
-
-
-LAYOUTS = {
-    # vLLM's own names, as older versions do not know the authors'.
-    ExportFormat.vllm: MedusaLayout(VLLM_WEIGHTS, vllm_names=True, architecture="MedusaModel"),
-    ExportFormat.trtllm: MedusaLayout(),
-    # The authors' loader makes all blocks of a head one module.
-    ExportFormat.original: MedusaLayout(max_layers=1),
-}
-
-
+ENGINES = (ExportFormat.vllm, ExportFormat.trtllm, ExportFormat.original)
+"""Engines that load such heads."""
 LAST_VERSIONS = {ExportFormat.vllm: "0.32", ExportFormat.trtllm: "1.1"}
 """Last versions of engines that have Medusa."""
 
 
 def build_engine_files(head: MedusaHead, engine: ExportFormat) -> HeadFiles:
     """Build the files of heads in the layout of an engine that can serve them."""
-    layout, dtype, files = LAYOUTS[engine], format_dtype(head), head.build_files()
+    dtype, files = format_dtype(head), head.build_files()
     settings = files.config | {"dtype": dtype, "torch_dtype": dtype}
-    del settings["architectures"]
-    if layout.architecture is not None:
-        settings["architectures"] = [layout.architecture]
-    tensors = _rename_tensors(files.tensors) if layout.vllm_names else files.tensors
-    return HeadFiles(settings, layout.weights, tensors)
+    architectures = settings.pop("architectures")
+    if engine is not ExportFormat.vllm:
+        return HeadFiles(settings, MEDUSA_WEIGHTS, files.tensors)
+    # vLLM's own names, as older versions do not know the authors'.
+    settings["architectures"] = architectures
+    return HeadFiles(settings, VLLM_WEIGHTS, _rename_tensors(files.tensors))
 
 
 def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
 KINDS = ("medusa", "eagle1", "eagle3", "eagle3.1")
-LAYOUTS = {("medusa", engine) for engine in medusa.LAYOUTS} | {
+LAYOUTS = {("medusa", engine) for engine in medusa.ENGINES} | {
     (form.value, engine) for engine, forms in eagle_layouts.LAYOUTS.items() for form in forms
 }
 CELLS = [
