@@ -260,10 +260,8 @@ def iter_layer_variants(
         fits = len(set(each)) == len(stated) and set(each) <= set(known)
         if fits and each not in tried:
             tried.add(each)
-            yield (
-                f"hidden states {_format_layers(each)}, not {_format_layers(stated)}",
-                make_config_variant(head, layers=each),
-            )
+            words = f"hidden states {list(each)}, not {list(stated)}"
+            yield words, make_config_variant(head, layers=each)
 
 
 def iter_order_variants(head: Any) -> ConfigVariants:
@@ -278,7 +276,7 @@ def iter_order_variants(head: Any) -> ConfigVariants:
     orders = permutations(rising) if len(rising) <= ALL_ORDERS else usual_orders
     for order in dict.fromkeys(orders):
         if order != stated:
-            yield f"features in the order {_format_layers(order)}", _reorder_features(head, order)
+            yield f"features in the order {list(order)}", _reorder_features(head, order)
 
 
 def _reorder_features(head: Any, order: Sequence[int]) -> Any:
@@ -350,10 +348,6 @@ def iter_mask_token_variants(head: Any) -> ConfigVariants:
     for token in dict.fromkeys((free, *special_ids, 0, size - 1)):
         if token not in (None, head.config.mask_token_id):
             yield f"mask token {token}", make_config_variant(head, mask_token_id=token)
-
-
-def _format_layers(layers: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, layers))}]"
 
 
 def choose_mask_token(target: EmbeddingsAndOutputHead, asked: int | None) -> int:

@@ -123,23 +123,18 @@ class BlockLayer(nn.Module):
 
 def iter_block_variants(head: Any) -> ConfigVariants:
     """Yield variants of settings that files of any block drafter may have wrong."""
+    if head.is_anchored:
+        yield flip_setting(head, "sample_from_anchor")
     yield from iter_layer_variants(head, partial(default_layers, number=len(head.config.layers)))
     yield from iter_order_variants(head)
     yield flip_setting(head, "causal")
-    yield from iter_window_variants(head)
+    for window in dict.fromkeys((None, getattr(head.target.config, "sliding_window", None))):
+        if window != head.config.window:
+            words = "no sliding window" if window is None else f"a sliding window of {window}"
+            yield words, make_config_variant(head, window=window)
     yield from iter_mask_token_variants(head)
     yield from iter_rope_variants(head)
     yield from iter_vocab_variants(head)
-
-
-def iter_window_variants(head: Any) -> ConfigVariants:
-    """Yield variants without a sliding window, or with the target's."""
-    head_window = head.config.window
-    target_window = getattr(head.target.config, "sliding_window", None)
-    for window in dict.fromkeys((None, target_window)):
-        if window != head_window:
-            words = "no sliding window" if window is None else f"a sliding window of {window}"
-            yield words, make_config_variant(head, window=window)
 
 
 class BlockHead(FeatureHead):
@@ -170,7 +165,7 @@ class BlockHead(FeatureHead):
     implemented: ClassVar[Collection[str]] = ()
     drafter = BlockDrafter
     drawn_modules = (nn.Linear, nn.Embedding)
-    ambiguities: ClassVar[tuple[Callable[[Any], ConfigVariants], ...]] = (iter_block_variants,)
+    ambiguities = (iter_block_variants,)
     pruning_hint = "heads trained with head.own_output_head=true"
 
     def __init__(self, config: BlockHeadConfig, vocab: DraftVocab) -> None:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from conf.settings.blocks import DSparkConfig, Markov
 from conf.settings.export import ExportFormat
-from heads.blocks.block_head import BlockHead, iter_block_variants
+from heads.blocks.block_head import BlockHead
 from heads.blocks.checkpoint import BlockCheckpoint
 from heads.blocks.layouts import BlockHeadConfig, BlockLayout, build_causal_key
 from heads.draft_head import Variant
-from heads.feature_head import ConfigVariants, flip_setting
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.vocab import DraftVocab
 
@@ -107,11 +106,6 @@ class ConfidenceHead(nn.Module):
             return nn.functional.linear(inputs.float(), weight, bias).squeeze(-1)
 
 
-def iter_anchor_variants(head: Any) -> ConfigVariants:
-    """Yield the variant whose rows draft the other token, at their place or after it."""
-    yield flip_setting(head, "sample_from_anchor")
-
-
 class DSparkHead(BlockHead):
     """DSpark head: a slot's logits depend on the previous tokens.
 
@@ -134,7 +128,6 @@ class DSparkHead(BlockHead):
     slot_description = ", each from the previous token"
     draft_id_patterns = (r"markov_head\.markov_w2\.weight",)
     target_id_patterns = (r"markov_head\.markov_w1\.weight",)
-    ambiguities = (iter_anchor_variants, iter_block_variants)
 
     def __init__(self, config: DSparkHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)

@@ -181,28 +181,17 @@ def build_engine_files(head: Any, engine: ExportFormat, layout: BlockLayout) -> 
     """Build the files of a head for an engine that can serve it."""
     if engine is ExportFormat.llamacpp:
         return _build_gguf_files(head, layout.vllm_method)
-    added = (
-        _copy_target_weights(head)
-        if engine is ExportFormat.original and layout.with_embeddings_and_head
-        else {}
-    )
+    added: dict[str, Tensor] = {}
+    if engine is ExportFormat.original and layout.with_embeddings_and_head:
+        added[EMBEDDING] = head.target.embedding.weight.to(head.dtype)
+        # A copy, as a file cannot hold two tensors that share memory.
+        added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
     files, dtype = head.build_files(), format_dtype(head)
     settings = files.config | {"dtype": dtype, "torch_dtype": dtype}
     if engine is ExportFormat.speculators:
         settings = _build_speculators_config(head, settings, layout)
     layers = list(head.config.layers)
     return HeadFiles(settings, WEIGHTS, files.tensors | added, sorted(added), layers)
-
-
-def _copy_target_weights(head: Any) -> dict[str, Tensor]:
-    """Copy the target's embedding and output head, unless the head has its own."""
-    copies, target = {}, head.target
-    if head.embed_tokens is None:
-        copies[EMBEDDING] = target.embedding.weight.to(head.dtype)
-    if head.lm_head is None:
-        # A copy, as a file cannot hold two tensors that share memory.
-        copies[OUTPUT_HEAD] = target.output_head.weight.to(head.dtype, copy=True)
-    return copies
 
 
 def _build_speculators_config(
