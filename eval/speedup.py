@@ -49,7 +49,7 @@ from eval.report.html_page import write_html_page
 from eval.report.plots import plot_concurrency, plot_speedup
 from heads.draft_head import DraftHead
 from heads.export.writer import choose_engine, format_dtype
-from heads.mtp.checkpoint import has_mtp_layer
+from heads.mtp.checkpoint import find_mtp_layers
 
 MAX_NODES = 256  # of any tree
 
@@ -86,7 +86,7 @@ def find_own_mtp_layer(config: SpeedupRun) -> list[str]:
     """Use the target's own MTP layer as a head, if it has one and the methods ask for it."""
     path, given = config.target.path, [config.head.path, *config.heads]
     asked = any(name == "all" or name.startswith("mtp_") for name in config.methods)
-    there = asked and path is not None and has_mtp_layer(path, config.target.revision)
+    there = asked and path is not None and find_mtp_layers(path, config.target.revision)[1]
     return [str(path)] if there and path not in given else []
 
 

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 import torch
 
 from heads.folders import write_folder
-from heads.mtp.checkpoint import has_mtp_layer
+from heads.mtp.checkpoint import find_mtp_layers
 from heads.target_model.adapter import apply_adapter, merge_into_weights
 from heads.target_model.load import load_config_and_tokenizer, load_model, resolve_dtype
 
@@ -61,7 +61,7 @@ def main(config: MergeAdapterRun) -> None:
 
     write_folder(out_dir, fill)
     print(f"merged {target.path} and {target.adapter} into {out_dir}")
-    if has_mtp_layer(str(target.path), target.revision):
+    if find_mtp_layers(str(target.path), target.revision)[1]:
         print(
             "the target's MTP layer is missing, as transformers does not load it; to add "
             f"it:\npython scripts/mtp.py action=stitch target.path={out_dir} "

@@ -106,11 +106,6 @@ def count_decoder_layers(config: Mapping[str, Any]) -> int:
     return text.get("num_hidden_layers") or len(text["layers_block_type"])
 
 
-def has_mtp_layer(path: str, revision: str | None = None) -> bool:
-    """Tell whether a model's files hold an MTP layer of a family in the table."""
-    return find_mtp_layers(path, revision)[1]
-
-
 def find_mtp_layers(path: str, revision: str | None = None) -> tuple[int, bool]:
     """Count the MTP layers that a model's config names, and tell whether its files hold one.
 

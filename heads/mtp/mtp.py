@@ -9,11 +9,11 @@ size.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -139,23 +139,22 @@ class MtpHead(AutoregressiveHead):
 
     def __init__(self, config: MtpHeadConfig, vocab: DraftVocab) -> None:
         super().__init__(config, vocab)
-        parts, hidden = find_layer_classes(config.layer), config.hidden_size
+        hidden, (model, layer, norm, rotary) = config.hidden_size, find_layer_classes(config.layer)
         names = ("rms_norm_eps", "layer_norm_epsilon")
-        epsilon = next(getattr(parts.config, name) for name in names if hasattr(parts.config, name))
-        self.enorm = parts.norm(hidden, epsilon)
-        self.hnorm = parts.norm(hidden, epsilon)
+        epsilon = next(getattr(model, name) for name in names if hasattr(model, name))
+        self.enorm, self.hnorm = norm(hidden, epsilon), norm(hidden, epsilon)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layer: Any = parts.layer(parts.config, 0)
+        self.layer: Any = layer(model, 0)
         if config.family_entry.has_indexer:
-            self.layer.self_attn.indexer = _build_indexer(parts.config)
-        self.norm = parts.norm(hidden, epsilon) if "norm" in config.family_entry.names else None
+            self.layer.self_attn.indexer = _build_indexer(model)
+        self.norm = norm(hidden, epsilon) if "norm" in config.family_entry.names else None
         self.lm_head = self.embed_tokens = None
         self.taps, self.max_positions = FeatureLayers(config.layers), config.num_positions
         # Not a submodule, as its float32 frequencies must survive a cast of the head.
-        self._rotary: Any = parts.rotary and (parts.rotary(config=parts.config),)
-        rules = getattr(parts.config, "rope_parameters", None) or {}
+        self._rotary: Any = rotary and (rotary(config=model),)
+        rules = getattr(model, "rope_parameters", None) or {}
         # With several kinds of rotation, the module asks for the kind.
-        self._kind = [kind for kind in getattr(parts.config, "layer_types", ()) if kind in rules]
+        self._kind = [kind for kind in getattr(model, "layer_types", ()) if kind in rules]
 
     @property
     def num_layers(self) -> int:
@@ -272,8 +271,8 @@ class MtpHead(AutoregressiveHead):
         tensors = checkpoint.load_mtp_tensors(folder, settings, label)
         if not tensors:
             raise InputError(
-                f"{label}: a whole model without MTP layers; give it as "
-                "target.path, and name a draft head"
+                f"{label}: a whole model without MTP layers; give it as target.path, and name a "
+                "draft head"
             )
         config = AutoConfig.from_pretrained(folder).get_text_config()
         family = str(checkpoint.find_family(settings))
@@ -284,12 +283,8 @@ class MtpHead(AutoregressiveHead):
         shapes = {name: tensor.shape for name, tensor in head.build_files().tensors.items()}
         mismatched = sorted(dict({n: t.shape for n, t in tensors.items()}.items() ^ shapes.items()))
         if mismatched:
-            names = [
-                head.config.family_entry.to_stored_name(
-                    name, checkpoint.count_decoder_layers(settings)
-                )
-                for name in mismatched
-            ]
+            number = checkpoint.count_decoder_layers(settings)
+            names = [head.config.family_entry.to_stored_name(name, number) for name in mismatched]
             raise InputError(f"{label}: MTP tensors missing, unknown or of another shape: {names}")
         head.load_state_dict(tensors)
         return head
@@ -394,35 +389,24 @@ def build_layer_settings(config: Any, family: MtpFamily, sparse: bool) -> dict[s
         "moe_layer_end_index": 0,
     }
     if family.is_sliding is not False:
-        single_layer |= _build_window_settings(config, family)
+        window = config.sliding_window
+        if family.is_sliding is None:
+            names = ("mtp_sliding_windows", "sliding_windows")
+            windows = next((w for n in names if (w := getattr(config, n, None))), None)
+            kind = (getattr(config, "mtp_layer_types", None) or config.layer_types)[0]
+            # A window of 0 means full attention.
+            window = 0 if kind == "full_attention" else (windows or [window])[0]
+        single_layer |= {"layer_types": ["sliding_attention"], "sliding_window": window}
     settings |= {key: value for key, value in single_layer.items() if key in settings}
     return settings | ({"model_type": family.model_type} if family.model_type else {})
 
 
-def _build_window_settings(config: Any, family: MtpFamily) -> dict[str, Any]:
-    """Build the settings of a sliding window; a window of 0 means full attention."""
-    window = config.sliding_window
-    if family.is_sliding is None:
-        windows = [
-            getattr(config, name, None) for name in ("mtp_sliding_windows", "sliding_windows")
-        ]
-        kind = (getattr(config, "mtp_layer_types", None) or config.layer_types)[0]
-        window = 0 if kind == "full_attention" else (windows[0] or windows[1] or [window])[0]
-    return {"layer_types": ["sliding_attention"], "sliding_window": window}
+def find_layer_classes(settings: dict[str, Any]) -> tuple[PretrainedConfig, Any, Any, Any]:
+    """Find the config of a model with these settings, and the classes of its parts.
 
-
-class LayerClasses(NamedTuple):
-    """Config of a model, and the classes from which transformers builds its layers."""
-
-    config: PretrainedConfig
-    layer: Callable[[PretrainedConfig, int], Any]
-    norm: type[nn.Module]
-    rotary: type[nn.Module] | None
-    """None for layers without rotation."""
-
-
-def find_layer_classes(settings: dict[str, Any]) -> LayerClasses:
-    """Find the classes of a layer with these settings, and its config.
+    Returns:
+        The config, and the classes of layers, norms and rotary embeddings; None for the last
+        without rotation.
 
     Raises:
         InputError: the model's layers do not have the usual parts.
@@ -446,7 +430,7 @@ def find_layer_classes(settings: dict[str, Any]) -> LayerClasses:
             "target.path: an MTP layer is built from the target's own layer, but those of "
             f"{model_type} have other parts; train another head, such as EAGLE-3.1"
         )
-    return LayerClasses(config, layer, norm, rotary)
+    return config, layer, norm, rotary
 
 
 class SubLayers(nn.ModuleList):
