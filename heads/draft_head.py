@@ -227,9 +227,7 @@ class DraftHead(nn.Module, ABC):
             **{each.name: settings[each.name] for each in fields(cls.config_type)}
         )
         files = find_weight_files(f"head.path={path}", folder) or [folder / WEIGHTS]
-        tensors = {
-            name: each for file in files for name, each in load_head_tensors(file, path).items()
-        }
+        tensors = load_head_tensors(files, path)
         vocab = DraftVocab.make_full(config.vocab_size)
         rows = None
         if "d2t" in tensors:

@@ -18,7 +18,7 @@ from urllib.request import getproxies
 from safetensors import SafetensorError, safe_open
 
 from conf.errors import InputError
-from conf.files import SAFETENSORS_SUFFIX, find_local_path, retry_io, split_gguf_path
+from conf.files import SAFETENSORS_SUFFIX, find_local_path, load_json, retry_io, split_gguf_path
 from conf.settings.drafting import HeadRef
 from conf.settings.target import TargetConfig
 
@@ -425,17 +425,22 @@ def load_tensors(file: Path) -> "dict[str, Tensor]":
         raise _make_damage_error(file, error) from error
 
 
-def load_head_tensors(file: Path, path: str) -> "dict[str, Tensor]":
-    """Load all tensors of a head's safetensors file to the CPU.
+def load_export_record(folder: Path) -> dict[str, Any]:
+    """Load the notes of `heads.export.writer` about a folder; empty for other writers."""
+    return (load_json(folder / PROVENANCE) or {}).get("export") or {}
+
+
+def load_head_tensors(files: Sequence[Path], path: str) -> "dict[str, Tensor]":
+    """Load all tensors of a head's safetensors files to the CPU.
 
     Args:
-        file: the file.
+        files: the files.
         path: name of the head in messages.
 
     Raises:
-        InputError: the file is damaged, or a tensor holds codes of a quantisation.
+        InputError: a file is damaged, or a tensor holds codes of a quantisation.
     """
-    tensors = load_tensors(file)
+    tensors = {name: each for file in files for name, each in load_tensors(file).items()}
     for name, tensor in tensors.items():
         if tensor.element_size() == 1 and not name.endswith("t2d"):
             raise InputError(

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from conf.errors import InputError
-from conf.files import load_json
 from heads.draft_head import UNKNOWN, DraftHead
-from heads.folders import PROVENANCE, find_head_weights, load_head_tensors
+from heads.folders import find_head_weights, load_export_record, load_head_tensors
 from heads.layers.llama import parse_rope
 from heads.vocab import DraftVocab
 
@@ -66,8 +65,7 @@ class HeadCheckpoint:
         Raises:
             InputError: files are missing, corrupt or pickled.
         """
-        record = load_json(folder / PROVENANCE) or {}
-        checkpoint = cls(path, {}, {}, {}, record.get("export") or {})
+        checkpoint = cls(path, {}, {}, {}, load_export_record(folder))
         checkpoint._read_settings(folder / "config.json")
         files = find_head_weights(folder, path)
         if not files:
@@ -80,12 +78,21 @@ class HeadCheckpoint:
             )
         # Copied from the target, or zeros, for engines that need them.
         left_out = {*checkpoint.export.get("added", ()), *cls.target_tensors}
-        for file in files:
-            for stored_name, tensor in load_head_tensors(file, path).items():
-                name = cls.to_own_name(stored_name)
-                if not {name, stored_name} & left_out:
-                    checkpoint._add_tensor(name, stored_name, tensor)
-        checkpoint._tie_output_head()
+        tensors, names = checkpoint.tensors, checkpoint.names
+        stored = (pair for file in files for pair in load_head_tensors([file], path).items())
+        for stored_name, tensor in stored:
+            name = cls.to_own_name(stored_name)
+            if name in tensors and stored_name not in left_out:
+                raise checkpoint.make_error(
+                    f"the same tensor appears twice, as {names[name]} and {stored_name}"
+                )
+            if not {name, stored_name} & left_out:
+                tensors[name], names[name] = tensor, stored_name
+        # Engines tie so too. A head with a smaller draft vocabulary has rows for other ids, so its
+        # output head is never tied.
+        tied = checkpoint.settings.get("tie_word_embeddings") and "d2t" not in tensors
+        if tied and EMBEDDING in tensors:
+            tensors.setdefault(OUTPUT_HEAD, tensors[EMBEDDING].clone())
         return checkpoint
 
     def _read_settings(self, file: Path) -> None:
@@ -97,24 +104,6 @@ class HeadCheckpoint:
             section = root if name == ROOT else root.get(name)
             if isinstance(section, dict):
                 self.settings |= {key: each for key, each in section.items() if each is not None}
-
-    def _add_tensor(self, name: str, stored_name: str, tensor: Tensor) -> None:
-        if name in self.tensors:
-            raise self.make_error(
-                f"the same tensor appears twice, as {self.names[name]} and {stored_name}"
-            )
-        self.tensors[name], self.names[name] = tensor, stored_name
-
-    def _tie_output_head(self) -> None:
-        """Add the output head that the config ties to the head's own embedding, as engines do.
-
-        A head with a smaller draft vocabulary has rows for other ids, so its output head is never
-        tied.
-        """
-        embedding = self.tensors.get(EMBEDDING)
-        tied = self.settings.get("tie_word_embeddings") and "d2t" not in self.tensors
-        if tied and embedding is not None:
-            self.tensors.setdefault(OUTPUT_HEAD, embedding.clone())
 
     @classmethod
     def to_own_name(cls, stored_name: str) -> str:

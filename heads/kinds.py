@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 import heads.blocks.layouts
 import heads.eagle.layouts
 from conf.errors import InputError
-from conf.files import load_json
 from heads.blocks.dflash import DFlashHead
 from heads.blocks.dflash2 import DFlash2Head
 from heads.blocks.dspark import DSparkHead
@@ -15,7 +14,7 @@ from heads.draft_head import WEIGHTS, DraftHead
 from heads.eagle.eagle import EagleHead
 from heads.eagle.peagle import PEagleHead
 from heads.export.gguf import GgufFile, Value
-from heads.folders import PROVENANCE, find_head_gguf, locate_head, write_head_folder
+from heads.folders import find_head_gguf, load_export_record, locate_head, write_head_folder
 from heads.medusa import MedusaHead
 from heads.mtp.mtp import MtpHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -73,32 +72,23 @@ def load_head(
 def load_local_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
     """Load a head like `load_head` from a folder or file that `locate_head` found."""
     if (file := find_head_gguf(folder)) is not None:
-        with TemporaryDirectory() as native:
-            _unpack_gguf(file, folder, path, Path(native))
+        opened, what = GgufFile(file, "head.path"), f"head.path={path}"
+        architecture = opened.metadata.get("general.architecture", Value.from_content("none"))
+        if architecture.content not in GGUF_READERS:
+            raise InputError(
+                f"{what}: a GGUF file of architecture {architecture.content}; allowed: "
+                f"{', '.join(GGUF_READERS)}"
+            )
+        added = load_export_record(folder).get("added", [])
+        config, tensors = GGUF_READERS[architecture.content](opened, what, added)
+        with TemporaryDirectory() as native:  # in the authors' layout
+            write_head_folder(Path(native), WEIGHTS, tensors, {"config.json": config})
             return load_local_head(Path(native), path, layers)
     for kind in reversed(HEADS.values()):
         head = kind.from_folder(folder, path, layers)
         if head is not None:
             return head
     raise InputError(f"head.path={path}: no head there; known kinds: {', '.join(HEADS)}")
-
-
-def _unpack_gguf(file: Path, folder: Path, path: str, native: Path) -> None:
-    """Unpack a head's GGUF file into a folder in the authors' layout.
-
-    Raises:
-        InputError: another architecture, quantised, or incomplete.
-    """
-    opened, what = GgufFile(file, "head.path"), f"head.path={path}"
-    architecture = opened.metadata.get("general.architecture", Value.from_content("none")).content
-    if architecture not in GGUF_READERS:
-        raise InputError(
-            f"{what}: a GGUF file of architecture {architecture}; allowed: "
-            f"{', '.join(GGUF_READERS)}"
-        )
-    export = (load_json(folder / PROVENANCE) or {}).get("export") or {}
-    config, tensors = GGUF_READERS[architecture](opened, what, export.get("added", []))
-    write_head_folder(native, WEIGHTS, tensors, {"config.json": config})
 
 
 def make_untrained_head(

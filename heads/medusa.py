@@ -355,10 +355,7 @@ def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
     for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
         files = find_weight_files(f"head.path={path}", folder, Path(name).stem)
         if files:
-            tensors = {
-                key: each for file in files for key, each in load_head_tensors(file, path).items()
-            }
-            return _restore_original_names(tensors)
+            return _restore_original_names(load_head_tensors(files, path))
     file_names = sorted(file.name for file in folder.iterdir())
     raise InputError(
         f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {file_names}"
