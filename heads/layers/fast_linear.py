@@ -99,14 +99,7 @@ def make_low_rank_target(target: EmbeddingsAndOutputHead, rank: int) -> Embeddin
         )
     whole = target.output_head
     head = LowRankOutputHead(whole.weight, rank, getattr(whole, "bias", None))
-    return EmbeddingsAndOutputHead(
-        model_config=target.config,
-        embedding=target.embedding,
-        output_head=head,
-        generation_config=target.generation_config,
-        tokenizer=target.tokenizer,
-        name=target.name,
-    )
+    return EmbeddingsAndOutputHead(target, target.tokenizer, target.name, target.embedding, head)
 
 
 def reduce_rank(

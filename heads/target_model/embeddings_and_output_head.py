@@ -7,6 +7,7 @@ Letters: D hidden, V vocabulary, N tokens, W ids that a head can draft.
 
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,13 +70,18 @@ class Projection(NamedTuple):
 class EmbeddingsAndOutputHead:
     """Frozen embedding and output head of a target, with its config and tokenizer.
 
+    Args:
+        model: transformers model, or an object with its `config` and `generation_config`.
+        tokenizer: the target's tokenizer.
+        name: Hub id or folder.
+        embedding: embedding instead of the model's.
+        output_head: output head instead of the model's.
+
     Attributes:
         config: config of the text part.
         embedding: V rows of D.
         output_head: D to V.
         generation_config: generation config, which names stop tokens.
-        tokenizer: the target's tokenizer.
-        name: Hub id or folder.
         logits_processing: settings of the generation config that change logits, if followed.
         stop_strings: texts that end an answer.
         ignores_stops: whether stop tokens do not end an answer.
@@ -85,21 +91,14 @@ class EmbeddingsAndOutputHead:
     prefill_chunk = TargetConfig.prefill_chunk
 
     def __init__(
-        self,
-        model_config: Any,
-        embedding: Any,
-        output_head: Any,
-        generation_config: Any,
-        tokenizer: Any,
-        name: str,
+        self, model: Any, tokenizer: Any, name: str, embedding: Any = None, output_head: Any = None
     ) -> None:
-        self._model_config = model_config
-        self.config = model_config.get_text_config()
-        self.embedding = embedding
-        self.output_head = _remove_padding_rows(output_head, self.config)
-        self.generation_config = generation_config
-        self.tokenizer = tokenizer
-        self.name = name
+        self._model_config, self.generation_config = model.config, model.generation_config
+        self.config = model.config.get_text_config()
+        self.embedding: Any = model.get_input_embeddings() if embedding is None else embedding
+        head = model.get_output_embeddings() if output_head is None else output_head
+        self.output_head = _remove_padding_rows(head, self.config)
+        self.tokenizer, self.name = tokenizer, name
         self.logits_processing: dict[str, Any] = {}
         self.stop_strings: tuple[str, ...] = ()
         self.ignores_stops = False
@@ -111,15 +110,10 @@ class EmbeddingsAndOutputHead:
 
         Gradients do not reach the model.
         """
-        output_head = model.get_output_embeddings()
-        return cls(
-            model_config=model.config,
-            embedding=nn.Embedding.from_pretrained(model.get_input_embeddings().weight.detach()),
-            output_head=_make_linear(output_head.weight, getattr(output_head, "bias", None)),
-            generation_config=model.generation_config,
-            tokenizer=tokenizer,
-            name=name,
-        )
+        head = model.get_output_embeddings()
+        output_head = _make_linear(head.weight, getattr(head, "bias", None))
+        weight = model.get_input_embeddings().weight.detach()
+        return cls(model, tokenizer, name, nn.Embedding.from_pretrained(weight), output_head)
 
     @property
     def device(self) -> torch.device:
@@ -264,7 +258,8 @@ class EmbeddingsAndOutputHead:
             ) from error
         embedding = nn.Embedding.from_pretrained(tensors[EMBEDDING])
         output_head = _make_linear(tensors.get(HEAD, embedding.weight), tensors.get(BIAS))
-        return cls(config, embedding, output_head, generation, tokenizer, name)
+        parts = SimpleNamespace(config=config, generation_config=generation)
+        return cls(parts, tokenizer, name, embedding, output_head)
 
 
 def _find_scaling(model_config: Any) -> tuple[float, float | None]:

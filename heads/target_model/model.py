@@ -137,14 +137,8 @@ class Target(EmbeddingsAndOutputHead):
         self.model = model.eval().requires_grad_(False)
         self.decoder = find_decoder(model)
         embedding = self.decoder.get_input_embeddings()
-        super().__init__(
-            model_config=model.config,
-            embedding=embedding,
-            output_head=move_to_embedding_device(embedding, model.get_output_embeddings()),
-            generation_config=model.generation_config,
-            tokenizer=tokenizer,
-            name=name,
-        )
+        output_head = move_to_embedding_device(embedding, model.get_output_embeddings())
+        super().__init__(model, tokenizer, name, embedding, output_head)
         self.capacity: int | None = None
         self._compiled: CompiledPasses | None = None
         self._tapped: dict[int, Tensor] = {}

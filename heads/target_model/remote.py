@@ -63,14 +63,7 @@ class RemoteTarget(EmbeddingsAndOutputHead):
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        super().__init__(
-            model_config=model.config,
-            embedding=model.get_input_embeddings(),
-            output_head=model.get_output_embeddings(),
-            generation_config=model.generation_config,
-            tokenizer=tokenizer,
-            name=name,
-        )
+        super().__init__(model, tokenizer, name)
         self.final_norm = find_final_norm(model)
 
     @classmethod

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +179,8 @@ def make_target_parts(inputs: StepInputs) -> Any:
     vocab, hidden = inputs.output_head.shape
     output_head = nn.Linear(hidden, vocab, bias=False).requires_grad_(False)
     output_head.weight.data = inputs.output_head
-    return EmbeddingsAndOutputHead(inputs.llama, embedding, output_head, None, None, "random")
+    model = SimpleNamespace(config=inputs.llama, generation_config=None)
+    return EmbeddingsAndOutputHead(model, None, "random", embedding, output_head)
 
 
 def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTraining:
