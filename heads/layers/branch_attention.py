@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from heads.layers.block_attention import attend, attend_backward
 from heads.layers.documents import (
     Documents,
     can_use_flash,
@@ -325,8 +326,9 @@ class ChunkedBranchAttention(torch.autograd.Function):
         for row_range in ranges:
             rows, tokens, _ = row_range
             heads = _group_queries(query[rows], keys)
-            text = (keys[tokens], values[tokens], row_range.build_bias(keys.dtype))
-            chunk_output, norms = _attend_text(heads, text)
+            text = _arrange_heads(heads, keys[tokens], values[tokens])
+            chunk_output, norms = attend(*text, row_range.build_bias(keys.dtype))
+            chunk_output = chunk_output.permute(2, 1, 0, 3)
             if own:
                 chunk_output = _merge_attention(
                     heads, chunk_output, _view_norms(norms), _stack_own(rows, own)
@@ -350,10 +352,14 @@ class ChunkedBranchAttention(torch.autograd.Function):
         for row_range, norms in zip(ctx.ranges, ctx.all_norms, strict=True):
             rows, tokens, _ = row_range
             heads = [_group_queries(each[rows], keys) for each in (query, output, grad)]
-            text = (keys[tokens], values[tokens], row_range.build_bias(keys.dtype))
-            d_chunk, *parts = _attend_text_backward(heads, text, norms)
+            text = _arrange_heads(heads[0], keys[tokens], values[tokens])
+            joined, d_joined = (each.permute(2, 1, 0, 3) for each in heads[1:])
+            bias = row_range.build_bias(keys.dtype)
+            # The logsumexp of `forward` has been overwritten by the joined one.
+            d_chunk, *parts = attend_backward(d_joined, text, bias, joined, norms)
+            d_chunk = d_chunk.permute(2, 1, 0, 3)
             for whole, part in zip(d_text, parts, strict=True):
-                whole[tokens] += part
+                whole[tokens] += part.sum(0, dtype=torch.float32).transpose(0, 1)
             if own:
                 norm, own_here = _view_norms(norms), _stack_own(rows, own)
                 d_chunk = d_chunk + _backward_own(heads, norm, own_here, d_own[:, :, rows])
@@ -362,42 +368,11 @@ class ChunkedBranchAttention(torch.autograd.Function):
         return d_query, d_keys, d_values, None, *d_own.flatten(0, 1)
 
 
-def _attend_text(query: Tensor, text: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attend to the text; return output [n, K, G, d] and logsumexp [G, K, n] float32.
-
-    Args:
-        query: [n, K, G, d].
-        text: keys and values [s, K, d], bias [n, s].
-    """
-    *heads, bias = _arrange_heads(query, *text)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, norms = kernel(*heads, attn_mask=bias)
-    return output.permute(2, 1, 0, 3), norms
-
-
-def _attend_text_backward(
-    rows: Sequence[Tensor], text: Sequence[Tensor], norms: Tensor
-) -> tuple[Tensor, ...]:
-    """Compute gradients of query [n, K, G, d], and of keys and values [s, K, d] in float32.
-
-    Args:
-        rows: query, joined output and the gradient of that output, [n, K, G, d].
-        text: keys and values [s, K, d], bias [n, s].
-        norms: logsumexp of `forward`, overwritten by the joined one.
-    """
-    *heads, bias = _arrange_heads(rows[0], *text)
-    output, grad = (each.permute(2, 1, 0, 3) for each in rows[1:])
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads = kernel(grad, *heads, output, norms, 0.0, False, attn_mask=bias)
-    d_text = (each.sum(0, dtype=torch.float32).transpose(0, 1) for each in grads[1:3])
-    return grads[0].permute(2, 1, 0, 3), *d_text
-
-
-def _arrange_heads(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    """View heads as a batch of G times K, so that a group shares keys without a copy."""
+def _arrange_heads(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """View [n, K, G, d] and [s, K, d] as G times K heads, so that a group shares keys in place."""
     heads = query.permute(2, 1, 0, 3)
-    text = (each.transpose(0, 1).expand(len(heads), -1, -1, -1) for each in (keys, values))
-    return heads, *text, bias.expand(*heads.shape[:2], -1, -1)
+    keys, values = (e.transpose(0, 1).expand(len(heads), -1, -1, -1) for e in (keys, values))
+    return heads, keys, values
 
 
 def _view_norms(norms: Tensor) -> Tensor:
