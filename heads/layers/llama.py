@@ -42,14 +42,14 @@ def make_llama_config(config: Any, vocab_size: int) -> LlamaConfig:
         InputError: the config has no hidden size, or an invalid size.
     """
     width = find_embedding_size(config)
-    heads = compute_attention_heads(config, width)
+    num_heads, num_key_value_heads, head_dim = compute_attention_heads(config, width)
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=compute_mlp_size(config),
-        num_attention_heads=heads.num_heads,
-        num_key_value_heads=heads.num_key_value_heads,
-        head_dim=heads.head_dim,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
         hidden_act="silu",  # the only one that engines support in draft layers
         rms_norm_eps=find_norm_epsilon(config),
         rope_parameters=find_rope(config),

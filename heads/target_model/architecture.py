@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,21 +117,7 @@ def compute_mlp_size(config: Any) -> int:
     return dense or 4 * hidden
 
 
-class AttentionHeads(NamedTuple):
-    """Attention heads of a layer.
-
-    Attributes:
-        num_heads: heads of queries.
-        num_key_value_heads: heads of keys and values.
-        head_dim: numbers of one head.
-    """
-
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-
-def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
+def compute_attention_heads(config: Any, width: int) -> tuple[int, int, int]:
     """Compute the target's attention heads as far as engines load them for a Llama layer.
 
     RoPE there needs an even size, and each head a whole number of a hidden state's values (GLM 4.5
@@ -140,12 +126,15 @@ def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
     Args:
         config: config of the target.
         width: width of the Llama layer's hidden states.
+
+    Returns:
+        Numbers of query heads and of key-value heads, and the size of a head.
     """
     hidden = find_hidden_size(config)
     num_heads = _find_size(config, "num_attention_heads", 0)
     if not num_heads:
         num_heads = max(1, hidden // STATE_HEAD)
-        return AttentionHeads(gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD)
+        return gcd(num_heads, width), gcd(num_heads, width), STATE_HEAD
     num_heads = next(n for n in range(num_heads, 0, -1) if width % n == 0)
     head_dim = _find_size(config, "head_dim", 0)
     if not head_dim or num_heads * head_dim > WIDEST * hidden:
@@ -155,7 +144,7 @@ def compute_attention_heads(config: Any, width: int) -> AttentionHeads:
         config, "new_decoder_architecture", False
     )
     num_key_value_heads = 1 if single else _find_size(config, "num_key_value_heads", num_heads)
-    return AttentionHeads(num_heads, gcd(num_heads, num_key_value_heads), head_dim + head_dim % 2)
+    return num_heads, gcd(num_heads, num_key_value_heads), head_dim + head_dim % 2
 
 
 def find_max_positions(config: Any) -> int:
