@@ -244,20 +244,17 @@ class CacheSlots:
             mover: `move_slots`, optionally compiled.
         """
         moved = any(nodes != list(range(len(nodes))) for nodes in kept)
+        longest = max(map(len, kept), default=None)
+        if on_device is None:
+            # Shorter rows are padded with slots that are forgotten anyway.
+            rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
+            counts = to_device(list(map(len, kept)), self.device)
+            on_device = KeptNodes(to_device(rows, self.device), counts)
         if buffers and (moved or self.fixed_width is not None):
-            longest = max(map(len, kept), default=None)
-            if on_device is None:
-                # Shorter rows are padded with slots that are forgotten anyway.
-                rows = [nodes + list(range(len(nodes), longest or 0)) for nodes in kept]
-                source = self.committed + to_device(rows, self.device)
-            else:
-                source = self.committed + on_device.nodes[:, :longest]
+            source = self.committed + on_device.nodes[:, :longest]
             num_kept = source.shape[1]
             mover(buffers, source, self.compute_pending_slots(num_kept, num_kept))
-        if on_device is None:
-            self.rewind_texts(self._compute_lengths(kept))
-        else:
-            self.advance(on_device.counts, kept)
+        self.advance(on_device.counts, kept)
 
     def advance(self, counts: Tensor, kept: Sequence[Sequence[int]]) -> None:
         """Add the first pending tokens to the texts, in place.
@@ -267,14 +264,11 @@ class CacheSlots:
             kept: these tokens per text; not read with a fixed width.
         """
         if self.fixed_width is None:
-            self.lengths = self._compute_lengths(kept)
+            self.lengths = [old + len(new) for old, new in zip(self.lengths, kept, strict=True)]
             self.committed = self.committed + counts.unsqueeze(1)
         else:
             # A finished text continues until another takes its row, but never beyond the buffer.
             self.committed.add_(counts.unsqueeze(1)).clamp_max_(self._longest)
-
-    def _compute_lengths(self, kept: Sequence[Sequence[int]]) -> list[int]:
-        return [old + len(nodes) for old, nodes in zip(self.lengths, kept, strict=True)]
 
     def insert_row(self, row: int, length: int) -> None:
         """Insert another text with `length` committed tokens into a row."""
