@@ -78,12 +78,6 @@ class SlotBuffer:
             for buffer, new in zip(buffers, other._get_keys_values(), strict=True):
                 buffer[row, :, :num_slots] = new[0, :, :num_slots]
 
-    def copy_slots(self, source: Tensor, to: Tensor) -> None:
-        """Copy slots `source` [B, A] to slots `to` [B, A]."""
-        for buffer in self._get_keys_values():
-            texts, from_slots = _build_slot_index(source, buffer)
-            buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
-
     def _get_keys_values(self) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
@@ -132,8 +126,9 @@ def _make_row_index(num_texts: int, device: torch.device) -> Tensor:
 
 def move_slots(buffers: Sequence[SlotBuffer], source: Tensor, to: Tensor) -> None:
     """Copy slots `source` [B, A] to slots `to` [B, A] of every buffer."""
-    for buffer in buffers:
-        buffer.copy_slots(source, to)
+    for buffer in chain.from_iterable(each._get_keys_values() for each in buffers):
+        texts, from_slots = _build_slot_index(source, buffer)
+        buffer[texts, :, to.to(buffer.device)] = buffer[texts, :, from_slots]
 
 
 def round_up_slots(num_slots: int) -> int:

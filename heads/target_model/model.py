@@ -195,8 +195,9 @@ class Target(EmbeddingsAndOutputHead):
         """Make an empty cache, which grows unless `compile` fixed its size."""
         # Layers with two attentions (LongCat) need more entries than there are blocks.
         num_layers = self.config.num_hidden_layers
-        if self._compiled is not None:
-            return self._compiled.new_cache(num_texts, num_layers)
+        if (compiled := self._compiled) is not None:
+            capacity, mover = compiled.capacity, compiled.mover
+            return TreeCache(num_texts, self.device, num_layers, capacity, mover=mover)
         states = RecurrentStates(self.decoder.config, num_texts) if self.is_recurrent else None
         return TreeCache(num_texts, self.device, num_layers, states=states)
 
@@ -412,8 +413,8 @@ class CompiledPasses:
     """
 
     def __init__(self, target: Target, capacity: int, backend: str) -> None:
-        self.target, self.device = target, target.device
-        self.capacity = capacity if self.device.type == "cuda" else None
+        self.target = target
+        self.capacity = capacity if target.device.type == "cuda" else None
         hide_hints()
         # The caches are rebuilt inside the trace, which is right.
         warnings.filterwarnings("ignore", "Dynamo detected a call to a .functools.lru_cache")
@@ -423,11 +424,7 @@ class CompiledPasses:
         self._run: Any = torch.compile(
             self._run_pass, dynamic=self.capacity is None, backend=backend
         )
-        self._move: Any = torch.compile(move_slots, dynamic=True, backend=backend)
-
-    def new_cache(self, num_texts: int, num_layers: int) -> TreeCache:
-        """Make an empty cache; see `Target.new_cache`."""
-        return TreeCache(num_texts, self.device, num_layers, self.capacity, mover=self._move)
+        self.mover: Any = torch.compile(move_slots, dynamic=True, backend=backend)
 
     def run_pending(
         self, cache: TreeCache, input_ids: Tensor, draft: tuple[Tensor, Tensor], taps: FeatureLayers
