@@ -18,7 +18,7 @@ tokens of a chunk, Q heads, K key-value heads, G = Q / K heads of a group, d hea
 kernels: B texts, H heads, M queries, N keys.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,9 +66,10 @@ class BlockRange:
 
     def make_chunk_plan(self, query: Tensor, num_tokens: int, group: int) -> "ChunkPlan":
         """Plan the attention of blocks over one text, once for all layers."""
-        return self._build_once(
-            ChunkPlan, query, num_tokens, group, key=(query.dtype, num_tokens, group)
-        )
+        key = query.dtype, num_tokens, group
+        if key not in self._found:
+            self._found[key] = ChunkPlan(self, query, num_tokens, group)
+        return self._found[key]
 
     def build_masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Build the masks of texts [A, R, S] and blocks [R, R] bool, once for all layers.
@@ -76,17 +77,10 @@ class BlockRange:
         Args:
             num_tokens: S.
         """
-        return self._build_once(BlockRange._build_masks, num_tokens, key=num_tokens)
-
-    def _build_once(self, make: Callable[..., Any], *given: Any, key: Any) -> Any:
-        if key not in self._found:
-            self._found[key] = make(self, *given)
-        return self._found[key]
-
-    def _build_masks(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        return self.build_context_mask(
-            slice(0, len(self.end)), slice(0, num_tokens)
-        ), self.build_block_mask()
+        if num_tokens not in self._found:
+            context = self.build_context_mask(slice(0, len(self.end)), slice(0, num_tokens))
+            self._found[num_tokens] = context, self.build_block_mask()
+        return self._found[num_tokens]
 
     def build_context_mask(self, blocks: slice, tokens: slice) -> Tensor:
         """Build a mask [c, R, s] bool of the tokens that each row of c blocks sees."""
