@@ -459,10 +459,7 @@ def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, 
         "target_hidden_size": config.target_hidden_size,
         **layers,
         "eagle_config": {"use_aux_hidden_state": True, **layers},
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "norm_before_residual": config.norm_before_residual,
+        **{name: getattr(config, name) for name in NORMS},
     }
 
 

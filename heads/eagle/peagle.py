@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, PEagleConfig
@@ -103,21 +102,6 @@ class RowGroup:
     parent_rows: Tensor | None = None
 
 
-class LlamaLayer(EagleLayer):
-    """Llama decoder layer, as every layer after the first.
-
-    Args:
-        config: sizes, norms and RoPE.
-        qk_norm: whether queries and keys are normalised per head.
-    """
-
-    input_layernorm: RmsNorm
-
-    def __init__(self, config: LlamaConfig, qk_norm: bool) -> None:
-        super().__init__(config, two_inputs=False, qk_norm=qk_norm)
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-
-
 def make_list_store(stored: list[KeysValues]) -> KeyValueStore:
     """Make a store that keeps keys and values [S, K, d] of one text in a list, layer by layer."""
 
@@ -127,10 +111,6 @@ def make_list_store(stored: list[KeysValues]) -> KeyValueStore:
         return stored[number]
 
     return store
-
-
-def _select_rows(groups: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
-    return [each if rows is None else each.index_select(0, rows) for each in groups]
 
 
 class PEagleDrafter(EagleDrafter):
@@ -210,8 +190,10 @@ class PEagleHead(EagleHead):
         later = range(1, config.llama.num_hidden_layers)
         # Keyed by number, as in the files.
         self.layers = nn.ModuleDict(
-            {str(number): LlamaLayer(config.llama, config.qk_norm) for number in later}
+            {str(number): EagleLayer(config.llama, False, config.qk_norm) for number in later}
         )
+        for layer in self.layers.values():  # Llama's, with a norm before the attention
+            layer.input_layernorm = RmsNorm(config.llama.hidden_size, config.llama.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
 
     def draw_weights(self, seed: int) -> None:
@@ -281,10 +263,12 @@ class PEagleHead(EagleHead):
             attended = []
             for place, group in enumerate(groups):
                 if group is not text:
-                    row_keys_values = [
-                        [*_select_rows(each, group.parent_rows), rows[place]]
-                        for each, rows in zip(row_keys_values, both, strict=True)
-                    ]
+                    if (parents := group.parent_rows) is not None:
+                        row_keys_values = [
+                            [r.index_select(0, parents) for r in each] for each in row_keys_values
+                        ]
+                    for each, rows in zip(row_keys_values, both, strict=True):
+                        each.append(rows[place])
                 branches = BranchCache(keys, values, group.seen, *row_keys_values)
                 attended.append(branch_attention(query[place], branches))
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
