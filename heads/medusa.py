@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -201,13 +201,18 @@ class MedusaHead(DraftHead):
         settings = json.loads(config_file.read_text())
         tensors = load_medusa_tensors(folder, path)
         token_map = tensors.pop(TOKEN_MAP, None)
-        config = infer_config(tensors, str(settings.get("base_model_name_or_path")), path)
-        vocab, rows = DraftVocab.make_full(config.vocab_size), None
+        names = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
+        if not names:
+            raise InputError(f"head.path={path}: no Medusa projection among {sorted(tensors)[:5]}")
+        (num_rows, hidden_size), num_layers = tensors[names[0]].shape, int(names[0].split(".")[1])
+        num_heads = 1 + max(int(name.split(".")[0]) for name in names)
+        vocab, rows = DraftVocab.make_full(num_rows), None
         if token_map is not None:
-            vocab, rows = _parse_token_map(
-                token_map, config.vocab_size, int(settings.get("vocab_size", 0)), path
-            )
-        head = cls(replace(config, vocab_size=vocab.size), vocab)
+            size = int(settings.get("vocab_size", 0))
+            vocab, rows = _parse_token_map(token_map, num_rows, size, path)
+        target = str(settings.get("base_model_name_or_path"))
+        config = MedusaHeadConfig(hidden_size, vocab.size, num_heads, num_layers, target)
+        head = cls(config, vocab)
         shapes = {n: t.shape for n, t in head.collect_tensors().items() if n != TOKEN_MAP}
         wrong = sorted(dict({n: t.shape for n, t in tensors.items()}.items() ^ shapes.items()))
         if wrong:
@@ -241,10 +246,8 @@ class MedusaHead(DraftHead):
         tensors = {name.removeprefix("heads."): p.detach() for name, p in self.named_parameters()}
         vocab_settings = {}
         if not self.vocab.is_full:
-            tensors[TOKEN_MAP], vocab_settings = (
-                self.vocab.ids,
-                {"truncated_vocab_size": len(self.vocab.ids)},
-            )
+            tensors[TOKEN_MAP] = self.vocab.ids
+            vocab_settings["truncated_vocab_size"] = len(self.vocab.ids)
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -371,21 +374,6 @@ def _restore_original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
         restored[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
     return restored
-
-
-def infer_config(tensors: dict[str, Tensor], target: str, path: str) -> MedusaHeadConfig:
-    """Infer the architecture of heads from the shapes and names of their tensors.
-
-    Raises:
-        InputError: the tensors hold no projection.
-    """
-    projections = [name for name in tensors if name.count(".") == 2 and name.endswith(".weight")]
-    if not projections:
-        raise InputError(f"head.path={path}: no Medusa projection among {sorted(tensors)[:5]}")
-    vocab_size, hidden_size = tensors[projections[0]].shape
-    num_layers = int(projections[0].split(".")[1])
-    num_heads = 1 + max(int(name.split(".")[0]) for name in projections)
-    return MedusaHeadConfig(hidden_size, vocab_size, num_heads, num_layers, target)
 
 
 def _parse_token_map(
