@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_SUPPORTED_ARCHITECTURES,
@@ -82,7 +81,7 @@ def resolve_target_folder(config: TargetConfig) -> str:
     beside = {name: file.read_bytes() for name, file in gguf.original_files.items()}
     checksums = {name: sha256(content).hexdigest() for name, content in beside.items()}
     facts = [FORMAT, transformers.__version__, sha256(header).hexdigest()]
-    facts += [checksum_gguf_weights(gguf), checksums]
+    facts += [compute_checksum([(gguf.file, gguf.tensor_table)]), checksums]
     key = sha256(json.dumps(facts).encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf" / f"{gguf.file.stem}-{key}"
     if not folder.is_dir():
@@ -95,11 +94,6 @@ def resolve_target_folder(config: TargetConfig) -> str:
                 with report_target_errors(config):
                     write_folder(folder, partial(_write_dequantised, config, gguf))
     return str(folder)
-
-
-def checksum_gguf_weights(gguf: GgufTarget) -> str:
-    """Compute the checksum of samples of every tensor of a GGUF file."""
-    return compute_checksum([(gguf.file, gguf.tensor_table)])
 
 
 def collect_gguf_facts(gguf: GgufTarget) -> dict[str, Any]:
@@ -182,9 +176,16 @@ def _write_dequantised(config: TargetConfig, gguf: GgufTarget, staging: Path) ->
         **file_option,
     )
     _check_all_read(gguf, check_complete(config, model, info), info["unexpected_keys"])
-    for parameter in model.parameters():
-        parameter.data = _cast_narrowest(parameter.data)
-    model.generation_config = _make_generation_config(gguf, model)
+    for parameter in model.parameters():  # in the smallest dtype that holds the values exactly
+        values = parameter.data
+        narrow = (values.to(dtype) for dtype in (torch.bfloat16, torch.float16))
+        parameter.data = next((each for each in narrow if each.float().equal(values)), values)
+    if "generation_config.json" in gguf.original_files:
+        model.generation_config = GenerationConfig.from_pretrained(gguf.folder)
+    else:  # with llama.cpp's stops
+        stated = [gguf.get_metadata(f"tokenizer.ggml.{name}") for name in STOPS]
+        stops = list(dict.fromkeys(stop for stop in stated if stop is not None))
+        model.generation_config.eos_token_id = stops or None
     model.save_pretrained(staging)
     _save_tokenizer(gguf, staging)
 
@@ -248,25 +249,6 @@ def _check_all_read(gguf: GgufTarget, model: Any, unexpected: Iterable[str]) -> 
         f"{gguf.label}: transformers would drop {', '.join(lost[:1])} and {len(lost) - 1} more "
         "of its tensors and compute something else; name the original model"
     )
-
-
-def _cast_narrowest(values: Tensor) -> Tensor:
-    """Cast float32 values to the smallest dtype that holds them exactly."""
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = values.to(dtype)
-        if torch.equal(narrow.float(), values):
-            return narrow
-    return values
-
-
-def _make_generation_config(gguf: GgufTarget, model: Any) -> GenerationConfig:
-    """Load the generation config beside the file, or use the model's with llama.cpp's stops."""
-    if "generation_config.json" in gguf.original_files:
-        return GenerationConfig.from_pretrained(gguf.folder)
-    stated = [gguf.get_metadata(f"tokenizer.ggml.{name}") for name in STOPS]
-    stops = list(dict.fromkeys(stop for stop in stated if stop is not None))
-    model.generation_config.eos_token_id = stops or None
-    return model.generation_config
 
 
 def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:

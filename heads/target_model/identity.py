@@ -18,7 +18,6 @@ from conf.settings.target import TargetConfig
 from heads.folders import PROVENANCE, find_weight_files, locate_head
 from heads.gguf_target import load_gguf_target
 from heads.target_model.dequantise import (
-    checksum_gguf_weights,
     collect_gguf_facts,
     collect_tokenizer_facts,
     load_config_file,
@@ -69,7 +68,7 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
         gguf = load_gguf_target(config.path, config.revision)
         own_facts = {
             "config": _compute_sha256(collect_gguf_facts(gguf)),
-            "weights": checksum_gguf_weights(gguf),
+            "weights": compute_checksum([(gguf.file, gguf.tensor_table)]),
             "quantization": gguf.quantization,
         }
         rules = None if config.adapter else collect_tokenizer_facts(gguf)
