@@ -72,15 +72,15 @@ def load_head(
 def load_local_head(folder: Path, path: str, layers: Sequence[int] | None = None) -> DraftHead:
     """Load a head like `load_head` from a folder or file that `locate_head` found."""
     if (file := find_head_gguf(folder)) is not None:
-        opened, what = GgufFile(file, "head.path"), f"head.path={path}"
+        opened = GgufFile(file, "head.path")
         architecture = opened.metadata.get("general.architecture", Value.from_content("none"))
         if architecture.content not in GGUF_READERS:
             raise InputError(
-                f"{what}: a GGUF file of architecture {architecture.content}; allowed: "
+                f"head.path={path}: a GGUF file of architecture {architecture.content}; allowed: "
                 f"{', '.join(GGUF_READERS)}"
             )
         added = load_export_record(folder).get("added", [])
-        config, tensors = GGUF_READERS[architecture.content](opened, what, added)
+        config, tensors = GGUF_READERS[architecture.content](opened, added)
         with TemporaryDirectory() as native:  # in the authors' layout
             write_head_folder(Path(native), WEIGHTS, tensors, {"config.json": config})
             return load_local_head(Path(native), path, layers)

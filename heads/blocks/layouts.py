@@ -305,14 +305,14 @@ def _map_tensor_names(num_layers: int) -> dict[str, str]:
 
 
 def load_gguf_tensors(
-    file: GgufFile, path: str, added: Collection[str]
+    file: GgufFile, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load the config and the tensors of a file of `ARCH`, under the authors' names.
 
     Arguments and errors as in `gguf.load_head`.
     """
-    config, facts, tensors = gguf.load_head(file, path, added)
-    values = {key: facts.get_content(name) for key, name in GGUF_KEYS.items()}
+    config, tensors = gguf.load_head(file, added)
+    values = {key: file.get_content(name) for key, name in GGUF_KEYS.items()}
     kind = "DFlash2DraftModel" if "selector_hidden.weight" in tensors else "DFlashDraftModel"
     if MARKOV in tensors:
         kind, hidden = "Qwen3DSparkModel", config["hidden_size"]
@@ -322,19 +322,19 @@ def load_gguf_tensors(
             tensors[CONFIDENCE] = read[:, :hidden].contiguous()
     if "d2t" in tensors:
         values["draft_vocab_size"] = len(tensors["d2t"])
-    number, window = config["num_hidden_layers"], facts.get_content(WINDOW)
-    pattern = facts.get_content(PATTERN, [True] * number) if window else [False] * number
+    number, window = config["num_hidden_layers"], file.get_content(WINDOW)
+    pattern = file.get_content(PATTERN, [True] * number) if window else [False] * number
     mask = file.metadata.get(MASK)
     own_names = {gguf_name: name for name, gguf_name in _map_tensor_names(number).items()}
     present = {key: value for key, value in values.items() if value is not None}
     return config | present | {
         "architectures": [kind],
-        "block_size": facts.get_content("block_size", 16),
+        "block_size": file.get_content("block_size", 16),
         "mask_token_id": None if mask is None else mask.content,
-        "target_layer_ids": [index - 1 for index in facts.require_content("target_layers")],
+        "target_layer_ids": [index - 1 for index in file.require_content("target_layers")],
         "layer_types": [SLIDING if windowed else FULL for windowed in pattern],
         "sliding_window": window,
-        "is_causal": facts.get_content("attention.causal", False),
+        "is_causal": file.get_content("attention.causal", False),
     }, {own_names.get(name, name): tensor for name, tensor in tensors.items()}
 
 

@@ -480,23 +480,23 @@ def _build_gguf_files(head: "EagleHead") -> HeadFiles:
 
 
 def load_gguf_tensors(
-    file: GgufFile, path: str, added: Collection[str]
+    file: GgufFile, added: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load the config and the tensors of a file of `ARCH`, under the names of EAGLE's authors.
 
     Arguments and errors as in `gguf.load_head`.
     """
-    config, facts, tensors = gguf.load_head(file, path, added)
+    config, tensors = gguf.load_head(file, added)
     for name, heads in INTERLEAVED.items():
         if name in tensors:
             tensors[name] = deinterleave_rows(tensors[name], config[heads])
     own_names = {gguf_name: name for name, gguf_name in GGUF_NAMES.items()}
-    layers = facts.get_content("target_layers", facts.get_content("extract_layers", []))
+    layers = file.get_content("target_layers", file.get_content("extract_layers", []))
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "target_hidden_size": facts.get_content("target_hidden_size", config["hidden_size"]),
+        "target_hidden_size": file.get_content("target_hidden_size", config["hidden_size"]),
         "eagle_aux_hidden_state_layer_ids": layers,
-        **{flag: facts.get_content(flag, False) for flag in GGUF_FLAGS},
+        **{flag: file.get_content(flag, False) for flag in GGUF_FLAGS},
     }, {own_names.get(name, name): tensor for name, tensor in tensors.items()}
 
 

@@ -161,7 +161,7 @@ class GgufFile:
     """
 
     def __init__(self, file: Path, key: str) -> None:
-        self.file, self._what = file, f"{key}={file}"
+        self.file, self.label = file, f"{key}={file}"
         self.metadata: dict[str, Value] = {}
         self.table: dict[str, tuple[int, tuple[int, ...], int]] = {}
         try:
@@ -169,7 +169,7 @@ class GgufFile:
                 self._read_header(opened)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{self._what}: not a complete GGUF file: {error}; download or convert it again"
+                f"{self.label}: not a complete GGUF file: {error}; download or convert it again"
             ) from error
 
     def _read_header(self, opened: BinaryIO) -> None:
@@ -210,6 +210,30 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", Value.from_content(ALIGNMENT)).content
         self.start = opened.tell() + -opened.tell() % alignment
 
+    def get_content(self, key: str, otherwise: Any = None) -> Any:
+        """Get the content of a key of the architecture, or a default."""
+        value = self.metadata.get(f"{self.metadata['general.architecture'].content}.{key}")
+        if value is None:
+            return otherwise
+        # With the written digits, not those of the nearest float64.
+        if value.kind is Kind.FLOAT32 and not isinstance(value.content, list):
+            return float(str(np.float32(value.content)))
+        return value.content
+
+    def require_content(self, key: str) -> Any:
+        """Get the content of a required key of the architecture.
+
+        Raises:
+            InputError: the key is missing.
+        """
+        content = self.get_content(key)
+        if content is None:
+            arch = self.metadata["general.architecture"].content
+            raise InputError(
+                f"{self.label}: {arch}.{key} is missing in its metadata; convert it again"
+            )
+        return content
+
     def load_tensors(self) -> dict[str, Tensor]:
         """Read all tensors to the CPU.
 
@@ -222,13 +246,13 @@ class GgufFile:
         dtype = DTYPES.get(number)
         if dtype is None:
             raise InputError(
-                f"{self._what}: {name} has GGUF type {number}, which is quantised or unknown; "
+                f"{self.label}: {name} has GGUF type {number}, which is quantised or unknown; "
                 "allowed: F32, F16 and BF16, as `convert_hf_to_gguf.py --outtype f32` writes"
             )
         begin, count = self.start + start, math.prod(shape)
         if begin + count * dtype.itemsize > self.file.stat().st_size:
             raise InputError(
-                f"{self._what}: cut off, as {name} lies beyond its end; download or convert it "
+                f"{self.label}: cut off, as {name} lies beyond its end; download or convert it "
                 "again"
             )
         with self.file.open("rb") as opened:
@@ -283,40 +307,34 @@ def build_head_file(
     return metadata, weights_name(prefix, target, head.dtype), file_tensors
 
 
-def build_vocab_metadata(size: int, source: Path | None = None, **more: int) -> dict[str, Value]:
+def build_vocab_metadata(size: int, source: Path | None = None) -> dict[str, Value]:
     """Build the metadata of a vocabulary.
 
     Args:
         size: rows of the target's embedding.
         source: GGUF file of the target, whose vocabulary is copied. Without it, tokens are `<0>`,
-            `<1>`, ..., which suffices to exchange token ids.
-        more: ids by their names, such as `eos_token_id` and `mask_token_id`. Without an
-            `eos_token_id`, placeholders end texts at id 11.
+            `<1>`, ..., which suffices to exchange token ids; texts end at id 11.
 
     Raises:
         InputError: `source` is no GGUF file, or has a vocabulary of another size.
     """
     if source is None:
-        vocab = {
-            "tokenizer.ggml.model": Value.from_content("gpt2"),
-            "tokenizer.ggml.pre": Value.from_content("default"),
-            "tokenizer.ggml.tokens": Value.from_content([f"<{index}>" for index in range(size)]),
-            "tokenizer.ggml.token_type": Value.from_content([1] * size),
-            # A merge that never applies, as the list must not be empty.
-            "tokenizer.ggml.merges": Value.from_content(["a b"]),
+        contents: dict[str, Any] = {
+            "model": "gpt2",
+            "pre": "default",
+            "tokens": [f"<{index}>" for index in range(size)],
+            "token_type": [1] * size,
+            "merges": ["a b"],  # never applies, but the list must not be empty
         }
-    else:
-        source_metadata = GgufFile(source, "tokenizer_gguf").metadata
-        vocab = {key: each for key, each in source_metadata.items() if key.startswith("tokenizer.")}
-        tokens = vocab.get("tokenizer.ggml.tokens")
-        if tokens is None or len(tokens.content) != size:
-            raise InputError(
-                f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
-                f"but the target has {size}; name the target's own file"
-            )
-    return vocab | {
-        f"tokenizer.ggml.{name}": Value.from_content(index) for name, index in more.items()
-    }
+        return {f"tokenizer.ggml.{key}": Value.from_content(c) for key, c in contents.items()}
+    metadata = GgufFile(source, "tokenizer_gguf").metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if tokens is None or len(tokens.content) != size:
+        raise InputError(
+            f"tokenizer_gguf={source}: has {len(tokens.content) if tokens else 'no'} tokens, "
+            f"but the target has {size}; name the target's own file"
+        )
+    return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
 
 
 def interleave_rows(weight: Tensor, num_heads: int) -> Tensor:
@@ -431,50 +449,43 @@ def rope_divisors(rope: Any, head_dim: int | None) -> Tensor | None:
     return (1 / ((1 - share) / rope["factor"] + share)).float()
 
 
-def load_head(
-    file: GgufFile, what: str, added: Collection[str]
-) -> tuple[dict[str, Any], "ArchMetadata", dict[str, Tensor]]:
+def load_head(file: GgufFile, added: Collection[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load what the files of all heads share.
 
     Args:
         file: file of a head.
-        what: name of the file in messages.
         added: names of tensors that are not the head's own.
 
     Returns:
-        Sizes and RoPE under transformers' names; the architecture's metadata; and
-        the tensors by llama.cpp's names, but `d2t` as offsets.
+        Sizes and RoPE under transformers' names, and the tensors by llama.cpp's names, but `d2t` as
+        offsets.
 
     Raises:
         InputError: a key is missing, or a config cannot hold the RoPE.
     """
-    metadata = file.metadata
-    values = ArchMetadata(metadata, metadata["general.architecture"].content, what)
     tensors = {name: each for name, each in file.load_tensors().items() if name not in added}
     divisors = tensors.pop(ROPE_FREQS, None)
-    sizes = {
-        name: values.require_content(key) for name, key in SIZES.items() if key != "vocab_size"
-    }
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    sizes["vocab_size"] = len(tokens.content) if tokens else values.require_content("vocab_size")
-    sizes["rms_norm_eps"] = values.require_content("attention.layer_norm_rms_epsilon")
-    rope = {"rope_type": "default", "rope_theta": values.get_content("rope.freq_base", 10000.0)}
-    if (kind := values.get_content("rope.scaling.type", "none")) != "none":
-        rope |= {"rope_type": kind, "factor": values.require_content("rope.scaling.factor")}
+    sizes = {name: file.require_content(key) for name, key in SIZES.items() if key != "vocab_size"}
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    sizes["vocab_size"] = len(tokens.content) if tokens else file.require_content("vocab_size")
+    sizes["rms_norm_eps"] = file.require_content("attention.layer_norm_rms_epsilon")
+    rope = {"rope_type": "default", "rope_theta": file.get_content("rope.freq_base", 10000.0)}
+    if (kind := file.get_content("rope.scaling.type", "none")) != "none":
+        rope |= {"rope_type": kind, "factor": file.require_content("rope.scaling.factor")}
     if kind == "yarn":
-        original = values.require_content("rope.scaling.original_context_length")
+        original = file.require_content("rope.scaling.original_context_length")
         rope["original_max_position_embeddings"] = original
     elif divisors is not None:
-        rope |= _recover_llama3_rope(divisors, rope["rope_theta"], what)
-    base = metadata.get(BASE)
+        rope |= _recover_llama3_rope(divisors, rope["rope_theta"], file.label)
+    base = file.metadata.get(BASE)
     target = {"base_model_name_or_path": base.content} if base else {}
     if "d2t" in tensors:
         tensors["d2t"] -= torch.arange(len(tensors["d2t"]))
     config = sizes | {"rope_parameters": rope, "rope_theta": rope["rope_theta"]} | target
-    return config, values, tensors
+    return config, tensors
 
 
-def _recover_llama3_rope(divisors: Tensor, theta: float, what: str) -> dict[str, Any]:
+def _recover_llama3_rope(divisors: Tensor, theta: float, label: str) -> dict[str, Any]:
     """Recover the RoPE settings from their divisors."""
     shared = {"rope_type": "llama3", "rope_theta": theta, "factor": float(divisors.max()), **LLAMA3}
     for power in range(4, 24):
@@ -484,42 +495,6 @@ def _recover_llama3_rope(divisors: Tensor, theta: float, what: str) -> dict[str,
         if torch.allclose(made, divisors, rtol=1e-5, atol=0):
             return rope
     raise InputError(
-        f"{what}: {ROPE_FREQS} is not llama3's, which has {LLAMA3} and a power of two; convert it "
+        f"{label}: {ROPE_FREQS} is not llama3's, which has {LLAMA3} and a power of two; convert it "
         "again"
     )
-
-
-class ArchMetadata:
-    """Metadata of an architecture.
-
-    Args:
-        metadata: metadata of a GGUF file.
-        arch: architecture, with which the keys begin.
-        what: name of the file in messages.
-    """
-
-    def __init__(self, metadata: Mapping[str, Value], arch: str, what: str) -> None:
-        self._metadata, self._arch, self._what = metadata, arch, what
-
-    def get_content(self, key: str, otherwise: Any = None) -> Any:
-        """Get the content of a key, or a default."""
-        value = self._metadata.get(f"{self._arch}.{key}")
-        if value is None:
-            return otherwise
-        # With the written digits, not those of the nearest float64.
-        if value.kind is Kind.FLOAT32 and not isinstance(value.content, list):
-            return float(str(np.float32(value.content)))
-        return value.content
-
-    def require_content(self, key: str) -> Any:
-        """Get the content of a required key.
-
-        Raises:
-            InputError: the key is missing.
-        """
-        content = self.get_content(key)
-        if content is None:
-            raise InputError(
-                f"{self._what}: {self._arch}.{key} is missing in its metadata; convert it again"
-            )
-        return content

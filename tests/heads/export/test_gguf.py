@@ -116,13 +116,12 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, said: str) -> N
 
 
 def test_a_vocabulary_without_a_tokenizer_has_names_for_ids() -> None:
-    assert build_vocab_metadata(2, mask_token_id=1) == {
+    assert build_vocab_metadata(2) == {
         "tokenizer.ggml.model": Value(Kind.STRING, "gpt2"),
         "tokenizer.ggml.pre": Value(Kind.STRING, "default"),
         "tokenizer.ggml.tokens": Value(Kind.STRING, ["<0>", "<1>"]),
         "tokenizer.ggml.token_type": Value(Kind.INT32, [1, 1]),
         "tokenizer.ggml.merges": Value(Kind.STRING, ["a b"]),
-        "tokenizer.ggml.mask_token_id": Value(Kind.UINT32, 1),
     }
 
 
@@ -133,8 +132,7 @@ def test_a_vocabulary_is_copied_from_a_target_type_by_type(tmp_path: Path) -> No
         "tokenizer.x": Value(Kind.UINT8, [1]),
     }
     write_gguf(tmp_path / "t.gguf", {"general.name": Value.from_content("t")} | kept, {})
-    found = build_vocab_metadata(2, tmp_path / "t.gguf", mask_token_id=0)
-    assert found == kept | {"tokenizer.ggml.mask_token_id": Value.from_content(0)}
+    assert build_vocab_metadata(2, tmp_path / "t.gguf") == kept
     with pytest.raises(
         InputError, match=r"tokenizer_gguf=.*t\.gguf: has 2 tokens, but the target has 3"
     ):
