@@ -350,7 +350,7 @@ class MedusaDrafter(HeadDrafter):
 
 
 def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
-    """Load the tensors of a folder by their original names.
+    """Load the tensors of a folder by their original names, with vLLM's translated.
 
     Raises:
         InputError: the folder has no weights file, or files that its index names are missing.
@@ -358,22 +358,18 @@ def load_medusa_tensors(folder: Path, path: str) -> dict[str, Tensor]:
     for name in (MEDUSA_WEIGHTS, VLLM_WEIGHTS):
         files = find_weight_files(f"head.path={path}", folder, Path(name).stem)
         if files:
-            return _restore_original_names(load_head_tensors(files, path))
+            tensors = load_head_tensors(files, path)
+            matches = [re.fullmatch(VLLM_BLOCK, each) for each in tensors]
+            num_layers = 1 + max((int(match[2]) for match in matches if match), default=-1)
+            last = rf"\1.{num_layers}.weight"
+            return {
+                re.sub(VLLM_PROJECTION, last, re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", each)): tensor
+                for each, tensor in tensors.items()
+            }
     file_names = sorted(file.name for file in folder.iterdir())
     raise InputError(
         f"head.path={path}: no {MEDUSA_WEIGHTS} or {VLLM_WEIGHTS} there; found {file_names}"
     )
-
-
-def _restore_original_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename vLLM's `blocks.{k}.layers.{j}.*` and `lm_heads.{k}.weight`; other names stay."""
-    matches = [re.fullmatch(VLLM_BLOCK, name) for name in tensors]
-    num_layers = 1 + max((int(match[2]) for match in matches if match), default=-1)
-    restored = {}
-    for name, tensor in tensors.items():
-        block = re.sub(VLLM_BLOCK, r"\1.\2.linear.\3", name)
-        restored[re.sub(VLLM_PROJECTION, rf"\1.{num_layers}.weight", block)] = tensor
-    return restored
 
 
 def _parse_token_map(
