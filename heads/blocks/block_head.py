@@ -391,7 +391,7 @@ class BlockHead(FeatureHead):
 
     def find_export_problem(self, engine: ExportFormat) -> str | None:
         """Find the reason why an engine cannot serve the head: end of a sentence, or None."""
-        return find_export_problem(self, engine, self.layout)
+        return find_export_problem(self, engine)
 
     def compute_reference_logits(
         self, target: Target, states: list[Tensor], token_ids: Tensor, places: Tensor

@@ -17,5 +17,5 @@ class DFlashHead(BlockHead):
     variants: ClassVar = {"dflash": Variant("DFlash heads", DFlashConfig)}
     name_with_article = "a DFlash head"
     architectures = ("DFlashDraftModel", "DFlashSpeculator")
-    layout = BlockLayout("dflash", "dflash", "DFlash heads", "DFlashDraftModel")
+    layout = BlockLayout("dflash", "dflash", "DFlashDraftModel")
     method, paper = "DFlash", "2602.06036"

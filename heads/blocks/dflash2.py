@@ -136,7 +136,7 @@ class DFlash2Head(BlockHead):
     variants: ClassVar = {"dflash2": Variant("DFlash-2 heads", DFlash2Config)}
     name_with_article = "a DFlash-2 head"
     architectures = ("DFlash2DraftModel", "DFlash2Speculator")
-    layout = BlockLayout("dflash2", "dflash", "DFlash-2 heads", "DFlash2DraftModel")
+    layout = BlockLayout("dflash2", "dflash", "DFlash2DraftModel")
     method, paper = "DFlash-2", ""
     slot_description = "; the previous token chooses among each slot's candidates"
     target_id_patterns = (r"candidate_selector\..*_codebook",)

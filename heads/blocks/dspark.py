@@ -121,9 +121,7 @@ class DSparkHead(BlockHead):
     variants: ClassVar = {"dspark": Variant("DSpark heads", partial(DSparkConfig, block_size=7))}
     name_with_article = "a DSpark head"
     architectures = ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel")
-    layout = BlockLayout(
-        "dspark", "dspark", "DSpark heads", "DSparkDraftModel", with_embeddings_and_head=True
-    )
+    layout = BlockLayout("dspark", "dspark", "DSparkDraftModel", with_embeddings_and_head=True)
     method, paper = "DSpark", "2607.05147"
     slot_description = ", each from the previous token"
     draft_id_patterns = (r"markov_head\.markov_w2\.weight",)

@@ -125,7 +125,6 @@ class BlockLayout:
     Attributes:
         speculators_method: name of the method in speculators.
         vllm_method: name of the method in vLLM and llama.cpp, and in capitals in SGLang.
-        title: name of the heads in sentences.
         speculators_class: class name in speculators.
         with_embeddings_and_head: whether the authors' files hold the target's embedding and output
             head.
@@ -133,12 +132,11 @@ class BlockLayout:
 
     speculators_method: str
     vllm_method: str
-    title: str
     speculators_class: str
     with_embeddings_and_head: bool = False
 
 
-def find_export_problem(head: Any, engine: ExportFormat, layout: BlockLayout) -> str | None:
+def find_export_problem(head: Any, engine: ExportFormat) -> str | None:
     """Find the reason why an engine cannot serve a head.
 
     Returns:
@@ -154,7 +152,7 @@ def find_export_problem(head: Any, engine: ExportFormat, layout: BlockLayout) ->
     if engine is ExportFormat.llamacpp:
         return _find_llamacpp_problem(head)
     if engine not in (ExportFormat.sglang, ExportFormat.original):
-        return f"has no layout for {layout.title} in this version"
+        return f"has no layout for {head.title} in this version"
     if head.lm_head is not None or head.embed_tokens is not None:
         return "drafts with the target's embedding and output head, and this head has its own"
     limited = config.causal or config.window is not None
