@@ -255,11 +255,9 @@ def iter_layer_variants(
     stated, known = head.config.layers, range(head.target.num_layers)
     near = [tuple(index + step for index in stated) for step in (-1, 1)]
     ends = [(*stated[:-1], stated[-1] + step) for step in (-1, 1)]
-    tried = {stated}
-    for each in (*near, *ends, fresh):
+    for each in dict.fromkeys((*near, *ends, fresh)):
         fits = len(set(each)) == len(stated) and set(each) <= set(known)
-        if fits and each not in tried:
-            tried.add(each)
+        if fits and each != stated:
             words = f"hidden states {list(each)}, not {list(stated)}"
             yield words, make_config_variant(head, layers=each)
 

@@ -141,9 +141,7 @@ def check_head_files(
         return
     target_config = target_config.get("text_config") or target_config
     for name in ("hidden_size", "vocab_size"):
-        read_size = None
-        if name == "hidden_size":
-            read_size = head_config.get("target_hidden_size", head_config.get(name))
+        read_size = head_config.get("target_hidden_size") if name == "hidden_size" else None
         sizes = {head_config.get(name), read_size} - {None}
         size = target_config.get(name)
         if sizes and size and size not in sizes:

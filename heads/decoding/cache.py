@@ -333,15 +333,11 @@ class RecurrentStates:
     def group_by_length(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Group texts [m, 1] by their number n of certain tokens, with these tokens [m, n]."""
         if device not in self._runs:
-            by_length = {length: list[int]() for length in sorted(set(self.num_certain))}
-            for text, length in enumerate(self.num_certain):
-                by_length[length].append(text)
-            texts = to_device([*chain.from_iterable(by_length.values())], device).unsqueeze(1)
+            lengths, certain = sorted(set(self.num_certain)), torch.tensor(self.num_certain)
+            groups = [to_device((certain == each).nonzero(), device) for each in lengths]
             self._runs[device] = [
                 (group, torch.arange(length, device=device).expand(len(group), -1))
-                for length, group in zip(
-                    by_length, texts.split(list(map(len, by_length.values()))), strict=True
-                )
+                for length, group in zip(lengths, groups, strict=True)
             ]
         return self._runs[device]
 
