@@ -60,7 +60,7 @@ from heads.feature_head import (
     reorder_parts,
 )
 from heads.layers.branch_attention import BranchCache
-from heads.layers.llama import RmsNorm, normalise_parts
+from heads.layers.llama import RmsNorm
 from heads.target_model.embeddings_and_output_head import (
     EmbeddingsAndOutputHead,
     copy_output_rows,
@@ -188,7 +188,8 @@ class EagleHead(AutoregressiveHead):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            features = normalise_parts(features, self.fc_norm)
+            parts = zip(self.fc_norm, features.chunk(len(self.fc_norm), dim=-1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], dim=-1)
         return self.fc(features)
 
     def encode_context(

@@ -201,9 +201,3 @@ class LlamaAttention(nn.Module):
             states = norm(states)
         cos, sin = rotation.unsqueeze(2).unbind(1)
         return states * cos + states.roll(self.head_dim // 2, dims=-1) * sin
-
-
-def normalise_parts(states: Tensor, norms: nn.ModuleList) -> Tensor:
-    """Normalise each of the n parts of states [..., n * H] by its own norm."""
-    parts = states.chunk(len(norms), dim=-1)
-    return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)

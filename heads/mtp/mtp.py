@@ -55,6 +55,8 @@ MODEL_KEYS = {
     "num_nextn_predict_layers", "quantization_config", "torch_dtype", "transformers_version",
 }  # fmt: skip
 """Keys of a model's config that a decoder layer does not read."""
+FLAGS = ("state_first", "zeroes_first", "state_before_norm", "feeds_back_normed")
+"""Fields of `MtpFamily` that a head's config repeats."""
 
 
 @dataclass(frozen=True)
@@ -359,11 +361,8 @@ def build_mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHe
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_positions=min(positions, config.index_topk) if entry.has_indexer else positions,
-        state_first=entry.state_first,
-        zeroes_first=entry.zeroes_first,
-        state_before_norm=entry.state_before_norm,
-        feeds_back_normed=entry.feeds_back_normed,
         num_target_layers=count_layers(config),
+        **{name: getattr(entry, name) for name in FLAGS},
     )
 
 

@@ -97,7 +97,10 @@ class EmbeddingsAndOutputHead:
         self.config = model.config.get_text_config()
         self.embedding: Any = model.get_input_embeddings() if embedding is None else embedding
         head = model.get_output_embeddings() if output_head is None else output_head
-        self.output_head = _remove_padding_rows(head, self.config)
+        size = getattr(self.config, "unpadded_vocab_size", None)
+        if size and size < len(head.weight):  # rows that pad a vocabulary, as Inkling's
+            head = _make_linear(head.weight[:size], None)
+        self.output_head: Any = head
         self.tokenizer, self.name = tokenizer, name
         self.logits_processing: dict[str, Any] = {}
         self.stop_strings: tuple[str, ...] = ()
@@ -287,14 +290,6 @@ def move_to_embedding_device(embedding: Any, output_head: Any) -> Any:
         return output_head
     bias = output_head.bias
     return _make_linear(weight.to(device), None if bias is None else bias.to(device))
-
-
-def _remove_padding_rows(output_head: Any, config: Any) -> Any:
-    """Remove rows that pad a vocabulary from an output head, as Inkling does with logits."""
-    size = getattr(config, "unpadded_vocab_size", None)
-    if not size or size >= len(output_head.weight):
-        return output_head
-    return _make_linear(output_head.weight[:size], None)
 
 
 def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
