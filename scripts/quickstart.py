@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -41,29 +41,38 @@ On your own model and conversations (source .venv/bin/activate):
 """
 
 
-def list_stages(out_dir: Path) -> list[tuple[str, Path, list[str]]]:
-    """List name, result and arguments of each stage; a stage whose result exists is done."""
+class Stage(NamedTuple):
+    """Describe a command that is not run again once its result exists.
+
+    Attributes:
+        name: name of the stage.
+        result: file that the command leaves.
+        command: program and arguments.
+    """
+
+    name: str
+    result: Path
+    command: list[str]
+
+
+def list_stages(out_dir: Path) -> list[Stage]:
+    """List the stages from training to figures."""
     measure = [f"head.path={out_dir}/head", f"out_dir={out_dir}"]
     train = ["train/medusa.py", f"out_dir={out_dir}", *TRAIN]
     if out_dir.is_dir() and any(out_dir.iterdir()):
         train.append("train.resume=auto")  # an earlier start was interrupted
-    return [
-        ("train", out_dir / "head/config.json", ["-m", *LAUNCH, *train]),
-        ("acceptance", out_dir / "acceptance.json", ["eval/acceptance.py", *measure, *ACCEPTANCE]),
-        ("speedup", out_dir / "speedup.json", ["eval/speedup.py", *measure, *SPEEDUP]),
+    rows = [
+        ("train", "head/config.json", ["-m", *LAUNCH, *train]),
+        ("acceptance", "acceptance.json", ["eval/acceptance.py", *measure, *ACCEPTANCE]),
+        ("speedup", "speedup.json", ["eval/speedup.py", *measure, *SPEEDUP]),
     ]
+    return [Stage(name, out_dir / file, [sys.executable, *rest]) for name, file, rest in rows]
 
 
-def run_stage(arguments: list[str]) -> None:
-    """Run one stage in a process; exit with its code if it fails.
-
-    Training takes up to eight cores. Decoding a model this small takes one,
-    so that the figures do not depend on other load.
-    """
-    num_threads = min(8, os.cpu_count() or 1) if "-m" in arguments else 1
-    environ = {"OMP_NUM_THREADS": str(num_threads)} | os.environ | PART_OF
-    command = [sys.executable, *arguments]
-    code = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
+def run_command(command: list[str], environ: dict[str, str]) -> None:
+    """Run a command with additional variables; exit with its code if it fails."""
+    env = os.environ | environ
+    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
     if code != 0:
         sys.exit(code)
 
@@ -90,12 +99,16 @@ def iter_answers(speedup: dict[str, Any]) -> Iterator[Text]:
 def main(out_dir: Path) -> None:
     """Run missing stages, then print answers and figures."""
     seconds = {}
-    for name, result, arguments in list_stages(out_dir):
+    for name, result, command in list_stages(out_dir):
         started = monotonic()
         seconds[name] = "done before"
         if not result.exists():
-            print(f"== {name}: python {' '.join(arguments)}", flush=True)
-            run_stage(arguments)
+            print(f"== {name}: python {' '.join(command[1:])}", flush=True)
+            # Training takes up to eight cores. Decoding a model this small takes one, so that the
+            # figures do not depend on other load.
+            usual = str(min(8, os.cpu_count() or 1) if name == "train" else 1)
+            threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", usual)}
+            run_command(command, threads | PART_OF)
             seconds[name] = f"{monotonic() - started:.0f} s"
         if not result.exists():
             sys.exit(f"{name} was stopped; run `make quickstart` again to continue")

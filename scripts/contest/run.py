@@ -71,6 +71,7 @@ from eval.preflight_checks import check_methods
 from heads.folders import PROVENANCE, write_folder
 from heads.kinds import HEADS, build_variant_table
 from scripts import compare
+from scripts.quickstart import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "conf" / "head"
@@ -99,7 +100,7 @@ def main(config: ContestRun) -> None:
         claim_folder(config, out_dir)
         end_orphans(out_dir)
         print(f"{', '.join(entrant.label for entrant in entrants)}: {num_steps} steps each")
-        todo: list[Task] = []
+        todo: list[Stage] = []
         if ContestPart.train in config.parts:
             todo += list_training_tasks(config, entrants, out_dir, num_steps)
         if ContestPart.measure in config.parts:
@@ -219,24 +220,9 @@ def list_head_methods(entrants: list[Entrant]) -> dict[str, dict[str, str]]:
     return methods
 
 
-@dataclass(frozen=True)
-class Task:
-    """Describe a command that is not run again if its result exists.
-
-    Attributes:
-        name: name of the task in logs.
-        command: program and arguments.
-        result: file that exists once the task is done.
-    """
-
-    name: str
-    command: list[str]
-    result: Path
-
-
 def list_training_tasks(
     config: ContestRun, entrants: list[Entrant], out_dir: Path, num_steps: int
-) -> list[Task]:
+) -> list[Stage]:
     """List the tasks that train every head, and evaluate it once, at the end, without replay."""
     launcher = ["-m", "accelerate.commands.launch", *config.launch] if config.launch else []
     settings = [
@@ -253,18 +239,18 @@ def list_training_tasks(
             *entrant.overrides, f"train.max_steps={num_steps}", f"train.eval_steps={num_steps}",
             _format_argument("out_dir", folder),
         ]  # fmt: skip
-        tasks.append(Task(f"train {entrant.label}", command, folder / "head/config.json"))
+        tasks.append(Stage(f"train {entrant.label}", folder / "head/config.json", command))
     return tasks
 
 
-def list_measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Task]:
+def list_measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path) -> list[Stage]:
     """List the tasks that measure each head's acceptance, and the speed of all methods."""
     heads = [out_dir / "heads" / entrant.label / "head" for entrant in entrants]
     tasks = []
     for entrant, head in zip(entrants, heads, strict=True):
         folder = out_dir / "acceptance" / entrant.label
         command = build_measuring_command(config, "eval/acceptance.py", [head], folder)
-        tasks.append(Task(f"acceptance {entrant.label}", command, folder / "acceptance.json"))
+        tasks.append(Stage(f"acceptance {entrant.label}", folder / "acceptance.json", command))
     folder = out_dir / "speed"
     sizes = sorted(set(config.concurrency))
     ways = list_head_methods(entrants).values()
@@ -274,7 +260,7 @@ def list_measurements(config: ContestRun, entrants: list[Entrant], out_dir: Path
         f"concurrency=[{','.join(map(str, sizes))}]", f"num_repeats={config.num_repeats}",
         "num_warmups=1", f"methods=[{','.join(methods)}]",
     )  # fmt: skip
-    return [*tasks, Task("speed", command, folder / "speedup.json")]
+    return [*tasks, Stage("speed", folder / "speedup.json", command)]
 
 
 def build_measuring_command(
@@ -302,7 +288,7 @@ def _format_argument(key: str, value: Any) -> str:
     return shlex.split(format_setting(key, value))[0]
 
 
-def run_missing(todo: list[Task], out_dir: Path) -> None:
+def run_missing(todo: list[Stage], out_dir: Path) -> None:
     """Run the tasks without a result, and print the current task and the next one."""
     missing = [task for task in todo if not task.result.exists()]
     for number, task in enumerate(missing, start=1):
@@ -311,7 +297,7 @@ def run_missing(todo: list[Task], out_dir: Path) -> None:
         run_task(task, out_dir)
 
 
-def run_task(task: Task, out_dir: Path) -> None:
+def run_task(task: Stage, out_dir: Path) -> None:
     """Run a task, whose output goes to its log.
 
     Raises:
@@ -364,7 +350,16 @@ def write_report(ways: dict[str, dict[str, str]], out_dir: Path, num_steps: int)
     Raises:
         InputError: a measurement is missing, or heads were trained on different texts.
     """
-    check_same_data(list(ways), out_dir)
+    data = {
+        label: _load_result(out_dir / f"heads/{label}/head" / PROVENANCE)["data"] for label in ways
+    }
+    (first, reference), *others = data.items()
+    for label, facts in others:  # a file may have changed between two trainings
+        check_unchanged(
+            f"out_dir={out_dir} holds the heads {first} and {label}, whose training data were",
+            {key: reference[key] for key in SAME},
+            {key: facts[key] for key in SAME},
+        )
     speed = _load_result(out_dir / "speed/speedup.json")
     label, method = find_winner(speed, ways)
     order = [label, *(name for name in ways if name != label)]
@@ -393,29 +388,6 @@ def write_report(ways: dict[str, dict[str, str]], out_dir: Path, num_steps: int)
     source = out_dir / "heads" / label / "head"
     write_folder(out_dir / "winner" / "head", partial(shutil.copytree, source, dirs_exist_ok=True))
     return f"{text}\nwrote {out_dir / 'contest.md'}; winner: {out_dir / 'winner/head'}"
-
-
-def check_same_data(labels: list[str], out_dir: Path) -> None:
-    """Refuse heads of different data, as when a file changed between two trainings.
-
-    Args:
-        labels: labels of the heads.
-        out_dir: folder of the contest.
-
-    Raises:
-        InputError: the data differ; names the heads and the differences.
-    """
-    data = {
-        label: _load_result(out_dir / f"heads/{label}/head" / PROVENANCE)["data"]
-        for label in labels
-    }
-    (first, reference), *others = data.items()
-    for label, facts in others:
-        check_unchanged(
-            f"out_dir={out_dir} holds the heads {first} and {label}, whose training data were",
-            {key: reference[key] for key in SAME},
-            {key: facts[key] for key in SAME},
-        )
 
 
 def _load_result(path: Path) -> dict[str, Any]:

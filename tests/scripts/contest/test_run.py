@@ -20,7 +20,7 @@ from conf.settings.target import TargetConfig
 from scripts.contest import run as contest
 from scripts.contest import run as plan
 from scripts.contest import run as tasks
-from scripts.contest.run import Task
+from scripts.quickstart import Stage
 
 
 def test_a_recipe_is_a_name_with_settings_behind() -> None:
@@ -154,8 +154,8 @@ def test_what_cannot_begin_is_refused(
         contest.main(settings(tmp_path, **changes))
 
 
-def task(folder: Path, code: str) -> Task:
-    return Task("a task", [sys.executable, "-c", code], folder / "result")
+def task(folder: Path, code: str) -> Stage:
+    return Stage("a task", folder / "result", [sys.executable, "-c", code])
 
 
 def test_what_is_there_is_not_made_again(
@@ -163,8 +163,8 @@ def test_what_is_there_is_not_made_again(
 ) -> None:
     (tmp_path / "result").touch()
     done = task(tmp_path, "raise SystemExit(3)")
-    left = Task("left", [sys.executable, "-c", f"open({str(tmp_path / 'new')!r}, 'x')"],
-                tmp_path / "new")  # fmt: skip
+    left = Stage("left", tmp_path / "new",
+                 [sys.executable, "-c", f"open({str(tmp_path / 'new')!r}, 'x')"])  # fmt: skip
     contest.run_missing([done, left], tmp_path)
     assert capsys.readouterr().out == "left; then nothing more\n"
     contest.run_missing([done, left], tmp_path)
