@@ -86,6 +86,7 @@ class RelayServer(ThreadingHTTPServer):
     Attributes:
         folder: folder that the vLLM server writes to.
         url: address for `target.relay`.
+        key: `Authorization` header that requests must have; None for any.
     """
 
     daemon_threads = True
@@ -102,7 +103,7 @@ class RelayServer(ThreadingHTTPServer):
             InputError: the folder cannot be created, or the address is not available.
         """
         self.folder, self.max_age_s = Path(config.folder).expanduser(), config.max_age_s
-        self._key = f"Bearer {key}".encode() if key else None
+        self.key = f"Bearer {key}".encode() if key else None
         make_folder(self.folder)
         if ":" in config.host:
             self.address_family = socket.AF_INET6
@@ -126,10 +127,6 @@ class RelayServer(ThreadingHTTPServer):
         """Ignore connections that clients ended."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
-
-    def is_allowed(self, header: str) -> bool:
-        """Tell whether to answer a request with this `Authorization` header."""
-        return self._key is None or hmac.compare_digest(header.encode(), self._key)
 
     def measure_health(self) -> dict[str, float | None]:
         """Measure free bytes, number of files, and seconds since the oldest file was written."""
@@ -157,16 +154,29 @@ class RelayServer(ThreadingHTTPServer):
                 )
 
 
-class RelayHandler(BaseHTTPRequestHandler):
-    """Handle the requests of one connection."""
+class TextHandler(BaseHTTPRequestHandler):
+    """Handle the requests of one connection, with texts as replies."""
 
-    server: RelayServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = IDLE_S
 
     def log_message(self, *_: object) -> None:
         """Log nothing, as a line per file would be too much."""
+
+    def send_text(self, status: int, text: str) -> None:
+        """Send a reply."""
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class RelayHandler(TextHandler, BaseHTTPRequestHandler):
+    """Handle the requests of one connection to a relay."""
+
+    server: RelayServer
+    timeout = IDLE_S
 
     def do_GET(self) -> None:
         """Send a file, or the relay's state."""
@@ -179,22 +189,23 @@ class RelayHandler(BaseHTTPRequestHandler):
     def _answer_request(self, of_file: Callable[[Path], None]) -> None:
         if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body of the request is not read
-        named = NAME.fullmatch(self.path)
+        named, key = NAME.fullmatch(self.path), self.server.key
+        given = self.headers.get("Authorization", "").encode()
         try:
-            if not self.server.is_allowed(self.headers.get("Authorization", "")):
-                self._send_text(401, f"{RELAY_TOKEN_VARIABLE} is not this relay's")
+            if key is not None and not hmac.compare_digest(given, key):
+                self.send_text(401, f"{RELAY_TOKEN_VARIABLE} is not this relay's")
             elif named is not None:
                 of_file(self.server.folder / named[1])
             elif self.path == "/health":
-                self._send_text(200, json.dumps(self.server.measure_health()))
+                self.send_text(200, json.dumps(self.server.measure_health()))
             else:
-                self._send_text(404, "allowed: /health and /NAME.safetensors")
+                self.send_text(404, "allowed: /health and /NAME.safetensors")
         except FileNotFoundError:
-            self._send_text(404, "no such file")
+            self.send_text(404, "no such file")
         except HiddenStatesError as error:
-            self._send_text(409, str(error))
+            self.send_text(409, str(error))
         except (InputError, OSError) as error:
-            self._send_text(500, str(error))
+            self.send_text(500, str(error))
 
     def _send_file(self, path: Path) -> None:
         if path.is_symlink() or not (path.exists() or make_lock_path(path).exists()):
@@ -212,14 +223,7 @@ class RelayHandler(BaseHTTPRequestHandler):
 
     def _delete_file(self, path: Path) -> None:
         delete_states_file(path)
-        self._send_text(200, "deleted")
-
-    def _send_text(self, status: int, text: str) -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.send_text(200, "deleted")
 
 
 def _no_link(path: str, flags: int) -> int:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -27,7 +27,7 @@ from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
 from data.servers.state_files import RelayFiles, make_lock_path
 from scripts.bench.harness import Figures, WorkerProcess, take_answers
-from scripts.relay import RelayServer
+from scripts.relay import RelayServer, TextHandler
 
 SHARED = Path("/dev/shm")
 TIMEOUT_S = 600.0
@@ -100,33 +100,23 @@ class StandIn(ThreadingHTTPServer):
         return path
 
 
-class StandInHandler(BaseHTTPRequestHandler):
+class StandInHandler(TextHandler, BaseHTTPRequestHandler):
     """Answer as vLLM does, to the extent that `HiddenStatesClient` asks."""
 
     server: StandIn
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
 
     def do_GET(self) -> None:
         """Send the model's name, or the version."""
         models = {"data": [{"id": "stand-in"}]}
-        self._send_json({"version": "0.32.0"} if self.path == "/version" else models)
+        reply = {"version": "0.32.0"} if self.path == "/version" else models
+        self.send_text(200, json.dumps(reply))
 
     def do_POST(self) -> None:
         """Write a document's states, and answer with the path of the file."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         path = str(self.server.write_states(body["prompt"]))
-        self._send_json({"choices": [{}], "kv_transfer_params": {"hidden_states_path": path}})
-
-    def _send_json(self, value: dict[str, Any]) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        reply = {"choices": [{}], "kv_transfer_params": {"hidden_states_path": path}}
+        self.send_text(200, json.dumps(reply))
 
 
 def make_feature_layers(reading: Reading) -> ServerFeatureLayers:
@@ -201,7 +191,25 @@ def measure_servers(size: str) -> Figures:
         readers = [start("read") for _ in range(max(each.processes for each in readings))]
         for reading, way in product(readings, ("folder", "relay")):
             used = dict([*servers.items()][: 1 + (way == "relay")])
-            (num_bytes, walls, busy), costs = read_together(reading, used, readers)
+            stand_in, *relay = used.values()
+            stand_in.send({"reading": reading})
+            job = {"reading": reading, **stand_in.receive(), "relay": None}
+            for each in relay:
+                each.send({"folder": job["folder"]})
+                job["relay"] = each.receive()["url"]
+            chosen = readers[: reading.processes]
+            for reader in chosen:
+                reader.send(job)
+            for reader in chosen:
+                reader.receive()
+            before = {server: measure_busy_seconds(each) for server, each in used.items()}
+            for reader in chosen:  # all at the same time
+                reader.send(None)
+            results = [reader.receive() for reader in chosen]
+            num_bytes, walls, busy = zip(*results, strict=True)
+            costs = {name: measure_busy_seconds(used[name]) - before[name] for name in used}
+            for each in used.values():
+                each.send(None)
             name = (
                 f"{reading.processes} x {reading.layers} layers of {reading.hidden:,}, "
                 f"{reading.length:,} tokens, {reading.concurrency} at once, {way}"
@@ -211,35 +219,6 @@ def measure_servers(size: str) -> Figures:
             yield f"processor s/GB of the readers, {name}", sum(busy) / gigabytes
             for server, seconds in costs.items():
                 yield f"processor s/GB of {server}, {name}", seconds / gigabytes
-
-
-def read_together(
-    reading: Reading, servers: dict[str, WorkerProcess], readers: list[WorkerProcess]
-) -> tuple[list[tuple[float, ...]], dict[str, float]]:
-    """Read in several processes at the same time.
-
-    Returns:
-        Bytes, seconds and processor seconds of all readers; processor seconds of each server.
-    """
-    stand_in, *relay = servers.values()
-    stand_in.send({"reading": reading})
-    job = {"reading": reading, **stand_in.receive(), "relay": None}
-    for each in relay:
-        each.send({"folder": job["folder"]})
-        job["relay"] = each.receive()["url"]
-    readers = readers[: reading.processes]
-    for reader in readers:
-        reader.send(job)
-    for reader in readers:
-        reader.receive()
-    before = {name: measure_busy_seconds(server) for name, server in servers.items()}
-    for reader in readers:
-        reader.send(None)
-    results = [reader.receive() for reader in readers]
-    costs = {name: measure_busy_seconds(each) - before[name] for name, each in servers.items()}
-    for server in servers.values():
-        server.send(None)
-    return [*zip(*results, strict=True)], costs
 
 
 def measure_busy_seconds(worker: WorkerProcess) -> float:
