@@ -81,7 +81,7 @@ from data.prepared.prepare import DataReport, prepare_datasets
 from data.rows.row_digests import PROMPTS_FILE
 from eval.decode.generation_config import try_generation_config
 from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
-from eval.measure.measurement import join_processes
+from eval.measure.measurement import join_processes, print_notes
 from eval.measure.target_answers import AnswerSource, LocalAnswerSource
 from heads.kinds import HEADS
 from heads.layers.documents import Documents
@@ -116,13 +116,8 @@ GROUP = 8
 TARGET_FOLDER = Path(EMBEDDINGS_AND_HEAD).parent
 
 
-def main(config: CaptureRun) -> None:
+def capture(config: CaptureRun, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a store to `out_dir`, or its missing and damaged shards."""
-    capture(config, SHARD_BYTES)
-
-
-def capture(config: CaptureRun, shard_bytes: int) -> None:
-    """Capture hidden states as `main` does, with shards of `shard_bytes` bytes."""
     check_inputs(config)
     state = join_processes()
     fill_default_paths(config)
@@ -191,15 +186,11 @@ def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> C
         for name, packed in sets.items()
     }
     splits["replay"] = Split(len(prompts), None, None, heldout.checksum)
-    data = {
-        name: value
-        for name, value in to_json(config.data).items()
-        if name not in NON_CONTENT_SETTINGS
-    }
+    data = to_json(config.data)
     plan = StorePlan(
         target=describe_target(config, tokenizer, state.device, loaded=False),
         contents=contents,
-        data=data,
+        data={name: data[name] for name in data if name not in NON_CONTENT_SETTINGS},
         sha256=report.sha256,
         max_length=config.data.max_length,
         pad_id=train.pad_id if train.pad_id < model_config.get_text_config().vocab_size else 0,
@@ -249,18 +240,17 @@ def describe_target(
         loaded: whether weights from the Hub are already on this machine.
     """
     target = config.target
-    identity = identify_target(target, tokenizer, resolve_dtype(target.dtype, device))
+    identity = asdict(identify_target(target, tokenizer, resolve_dtype(target.dtype, device)))
     # The commit suffices; an adapter's is not known.
     if not (loaded or find_local_path("target.path", str(target.path))):
-        identity = replace(identity, weights=None)
+        identity["weights"] = None
     if not (loaded or find_local_path("target.adapter", str(target.adapter))):
-        identity = replace(identity, adapter_weights=None)
+        identity["adapter_weights"] = None
+    answers = config.num_replay_prompts > 0
     return {
-        **asdict(identity),
-        "by_engine": bool(config.target.engine),
-        "generation_config": load_generation_config(target)
-        if config.num_replay_prompts > 0
-        else None,
+        **identity,
+        "by_engine": bool(target.engine),
+        "generation_config": load_generation_config(target) if answers else None,
     }
 
 
@@ -324,7 +314,12 @@ def write_shards(work: CaptureJob, state: PartialState) -> None:
     lacks_head = state.is_main_process and not target_folder.is_dir()
     if not todo and not lacks_head:
         return
-    target = load_capture_target(work.config, state.device)
+    target: EmbeddingsAndOutputHead
+    if work.config.target.engine:
+        target = RemoteTarget.from_config(work.config.target, torch.device("cpu"))
+    else:
+        target = load_target(work.config.target, state.device)
+    print_notes(try_generation_config(target))
     for packed in work.packed_by_split.values():
         packed.check_token_ids(target)
     if lacks_head:
@@ -342,19 +337,6 @@ def write_shards(work: CaptureJob, state: PartialState) -> None:
             bar.set_postfix_str(f"each of {state.num_processes} processes")
         for shard in todo:
             capture_shard(work, shard, target, source, writers, bar)
-
-
-def load_capture_target(config: CaptureRun, device: torch.device) -> EmbeddingsAndOutputHead:
-    """Load the complete target, or only the parts that an engine leaves to this process."""
-    target: EmbeddingsAndOutputHead
-    if config.target.engine:
-        target = RemoteTarget.from_config(config.target, torch.device("cpu"))
-    else:
-        target = load_target(config.target, device)
-    warning = try_generation_config(target)
-    if warning is not None:
-        print(warning, file=sys.stderr)
-    return target
 
 
 def save_embeddings_and_head(target: EmbeddingsAndOutputHead, folder: Path) -> None:
@@ -395,7 +377,19 @@ class StatesSource:
     @classmethod
     def from_target(cls, target: Target, layers: tuple[int, ...]) -> "StatesSource":
         """Make a source that runs a target in this process."""
-        return cls(make_target_states(target, layers), LocalAnswerSource(target))
+
+        def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            documents = Documents.from_ids(batch["document_ids"]).to_device(target.device)
+            ids, positions = (
+                batch[name].to(target.device, non_blocking=True)
+                for name in ("input_ids", "position_ids")
+            )
+            output = target.encode_documents(ids, positions, documents, FeatureLayers(layers))
+            return {HIDDEN_STATES: output.hidden_states} | {
+                f"layers.{index}": states for index, states in output.layers.items()
+            }
+
+        return cls(states_of, LocalAnswerSource(target))
 
 
 @contextmanager
@@ -426,23 +420,6 @@ def open_source(
             return {name: torch.stack([states[name] for states in read]) for name in read[0]}
 
         yield StatesSource(states_of, EngineAnswerSource(pool, target))
-
-
-def make_target_states(target: Target, layers: tuple[int, ...]) -> ComputeStates:
-    """Make a function that computes states with the target's own forward pass."""
-
-    def states_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        documents = Documents.from_ids(batch["document_ids"]).to_device(target.device)
-        ids, positions = (
-            batch[name].to(target.device, non_blocking=True)
-            for name in ("input_ids", "position_ids")
-        )
-        output = target.encode_documents(ids, positions, documents, FeatureLayers(layers))
-        return {HIDDEN_STATES: output.hidden_states} | {
-            f"layers.{index}": states for index, states in output.layers.items()
-        }
-
-    return states_of
 
 
 def capture_shard(
@@ -486,17 +463,15 @@ def iter_batches(
         prompts = work.prompts[shard.first : shard.last]
         answers = dict(texts.stream_answers(prompts, evaluation.MAX_REPLAY_TOKENS))
         for number, prompt in enumerate(prompts):
-            answer = answers[number]
             # A packed sequence of one document, without padding.
-            ids = torch.tensor(prompt + answer)
+            ids = torch.tensor(prompt + answers[number])
             places = torch.arange(len(ids))
             row = {"input_ids": ids, "loss_mask": places >= len(prompt)}
             yield [row | {"position_ids": places, "document_ids": torch.zeros_like(ids)}]
         return
-    size = work.config.micro_batch_size
+    size, packed = work.config.micro_batch_size, work.packed_by_split[shard.split]
     for first in range(shard.first, shard.last, size):
-        last = min(first + size, shard.last)
-        yield [work.packed_by_split[shard.split][index] for index in range(first, last)]
+        yield [packed[index] for index in range(first, min(first + size, shard.last))]
 
 
 def build_stored_tensors(
@@ -513,10 +488,9 @@ def build_stored_tensors(
         states: [n, D] hidden states by name.
         tokens: [n] fields, result of `select_token_fields`.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name in contents.state_names:
-        values, scale = quantize_states(states[name].to(target.device), contents.format)
-        tensors[name] = values
+        tensors[name], scale = quantize_states(states[name].to(target.device), contents.format)
         if scale is not None:
             tensors[name + SCALE] = scale
     if contents.top_k:
@@ -598,4 +572,4 @@ def write_manifest(work: CaptureJob, state: PartialState) -> None:
 
 
 if __name__ == "__main__":
-    COMMAND.run(main)
+    COMMAND.run(capture)
