@@ -312,15 +312,24 @@ def answer_in_process(
         answerer: the target and how it answers.
         done: ids of the finished conversations.
         report: called with each new outcome.
+
+    Raises:
+        InputError: a batch does not fit in memory.
     """
     ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
     size = BATCHES_AT_A_TIME * answerer.batch_size
-    for start in range(0, len(ordered), size):
-        group = ordered[start : start + size]
-        if any(dialogue.id not in done for dialogue in group):
-            for outcome in iter_group_outcomes(group, answerer):
-                if outcome.dialogue.id not in done:
-                    report([outcome])
+    try:
+        for start in range(0, len(ordered), size):
+            group = ordered[start : start + size]
+            if any(dialogue.id not in done for dialogue in group):
+                for outcome in iter_group_outcomes(group, answerer):
+                    if outcome.dialogue.id not in done:
+                        report([outcome])
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"batch_size={answerer.batch_size}: out of device memory; lower batch_size and start "
+            "again (finished rows are kept)"
+        ) from error
 
 
 class ConversationAnswerer:
@@ -371,39 +380,8 @@ class ConversationAnswerer:
             )
         return ids
 
-    def iter_answers(
-        self, prompts: list[list[int]], seeds: list[int]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Answer `batch_size` prompts at a time; when one answer ends, the next prompt starts.
-
-        Args:
-            prompts: token ids of each prompt.
-            seeds: one seed per prompt; unused at temperature 0.
-
-        Yields:
-            Prompt number and token ids of each answer, including the token that ends the turn, as
-            answers end.
-
-        Raises:
-            InputError: the batch does not fit in memory.
-        """
-        requests = list(map(Request, prompts, seeds))
-        limits = self.max_new_tokens, self.batch_size
-        try:
-            yield from stream_answers(self.target, requests, *limits, self.sampling)
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"batch_size={self.batch_size}: out of device memory; lower batch_size and start "
-                "again (finished rows are kept)"
-            ) from error
-
     def parse_answer(self, ids: list[int], dialogue: Dialogue) -> Answer:
-        """Split an answer into thinking, text and tool calls.
-
-        Args:
-            ids: token ids of an answer from `iter_answers`.
-            dialogue: the conversation that it answers.
-        """
+        """Split an answer to a conversation, as token ids, into thinking, text and tool calls."""
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         template = self.encoder.build_template(dialogue.template_kwargs, dialogue.tools)
         message = parse_reply(written, dialogue.template_messages, template, dialogue.tools)
@@ -424,7 +402,11 @@ def load_answerer(config: RegenerateRun, device: torch.device) -> ConversationAn
 def iter_group_outcomes(
     group: list[Dialogue], answerer: ConversationAnswerer
 ) -> Iterator[DialogueOutcome]:
-    """Answer all dialogues of a group, turn by turn; yield their outcomes as they end."""
+    """Answer all dialogues of a group, turn by turn; yield their outcomes as they end.
+
+    When one of `batch_size` answers ends, the next prompt starts.
+    """
+    limits = answerer.max_new_tokens, answerer.batch_size
     next_round: list[tuple[Dialogue, list[int]]] = []
 
     def ask(dialogue: Dialogue) -> Iterator[DialogueOutcome]:
@@ -441,8 +423,8 @@ def iter_group_outcomes(
         yield from ask(dialogue)
     while next_round:
         asked, next_round = next_round, []
-        seeds = [dialogue.compute_seed() for dialogue, _ in asked]
-        for number, ids in answerer.iter_answers([prompt for _, prompt in asked], seeds):
+        requests = [Request(prompt, dialogue.compute_seed()) for dialogue, prompt in asked]
+        for number, ids in stream_answers(answerer.target, requests, *limits, answerer.sampling):
             dialogue, _ = asked[number]
             try:
                 dialogue.add_answer(answerer.parse_answer(ids, dialogue))
