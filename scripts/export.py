@@ -113,7 +113,11 @@ PORTS = {
 
 
 def main(config: ExportRun) -> None:
-    """Write `out_dir` completely or not at all, then read it back as the engine would."""
+    """Write `out_dir` completely or not at all, then read it back as the engine would.
+
+    Raises:
+        InputError: the export does not compute the trained head, or the target is unknown.
+    """
     check_export(config)
     out_dir, head_path = Path(config.out_dir), str(config.head.path)
     folder = locate_head(head_path, config.head.revision)
@@ -147,7 +151,14 @@ def main(config: ExportRun) -> None:
     export_head(
         head, config.format, compute_reference_tensors(head, target), out_dir, provenance, source
     )
-    verify_export(out_dir)
+    try:
+        parity = check_parity(out_dir)
+    except InputError as error:
+        raise InputError(f"{error}. {out_dir} is kept, but do not serve it") from error
+    print(*parity.lines, sep="\n")
+    print(
+        f"parity: max |difference| {parity.max_difference:.2g} of logits up to {parity.scale:.2g}"
+    )
     wrote = f"wrote {out_dir}{' in place of its earlier export' if replaced else ''}"
     if target_problem := find_target_problem(head, config.format):
         print(f"{wrote}; do not serve it: {target_problem}")
@@ -162,23 +173,6 @@ def main(config: ExportRun) -> None:
         kept_settings = collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}
         print_next_command("export", server | kept_settings | prompts_for(path))
-
-
-def verify_export(out_dir: Path) -> None:
-    """Check an export with an independent reader, and print its results.
-
-    Raises:
-        InputError: the export does not compute the trained head.
-    """
-    try:
-        verdict = check_parity(out_dir)
-    except InputError as error:
-        raise InputError(f"{error}. {out_dir} is kept, but do not serve it") from error
-    for line in verdict.lines:
-        print(line)
-    print(
-        f"parity: max |difference| {verdict.max_difference:.2g} of logits up to {verdict.scale:.2g}"
-    )
 
 
 if __name__ == "__main__":
