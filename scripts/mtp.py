@@ -49,14 +49,17 @@ COMMAND = Command(__doc__, MtpFilesRun, "mtp_files", check=check_mtp)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 from safetensors import safe_open
-from torch import Tensor
 
-from heads.folders import find_head_gguf, find_weight_files, locate_head
+from heads.folders import (
+    find_head_gguf,
+    find_weight_files,
+    list_tensor_names,
+    locate_head,
+)
 from heads.mtp.checkpoint import (
     count_declared_layers,
     count_decoder_layers,
@@ -80,11 +83,8 @@ def main(config: MtpFilesRun) -> None:
     target = str(config.target.path)
     folder = locate_head(target, config.target.revision)
     if config.action is MtpAction.stitch:
-        head = load_mtp_layer(
-            locate_head(str(config.head.path), config.head.revision),
-            str(config.head.path),
-            "head.path",
-        )
+        path = str(config.head.path)
+        head = load_mtp_layer(locate_head(path, config.head.revision), path, "head.path")
         files = stitch_layer(folder, head, Path(config.out_dir))
         print(f"wrote {config.out_dir}; its MTP layer is in {', '.join(files)}")
         return
@@ -161,25 +161,18 @@ def check_norms(folder: Path, head: MtpHead, path: str) -> None:
     if fresh is None or fresh.weight.item() != 0:
         return
     norms = [t.mean().item() for name, t in head.named_parameters() if "norm" in name]
-    targets = [
-        tensor.float().mean().item()
-        for file in find_weight_files(path, folder)
-        for tensor in iter_target_norms(file)
-    ]
+    targets: list[float] = []  # of the target's own layers
+    for file in find_weight_files(path, folder):
+        names = [name for name in list_tensor_names(file) if name.endswith("layernorm.weight")]
+        with safe_open(file, "pt") as opened:
+            norms_of_file = (opened.get_tensor(name) for name in names if "mtp" not in name)
+            targets += [norm.float().mean().item() for norm in norms_of_file]
     if targets and median(norms) - median(targets) > 0.5:
         raise InputError(
             f"{path}: the MTP layer's norms have weights around {median(norms):.2f}, the target's "
             f"own around {median(targets):.2f}; a converter added 1 to them, which the norm adds "
             "itself; take the layer of the original model (action=stitch head.path=ORIGINAL)"
         )
-
-
-def iter_target_norms(file: Path) -> Iterator[Tensor]:
-    """Yield the norm weights of the target's own layers in a file."""
-    with safe_open(file, "pt") as opened:
-        for name in load_tensor_table(file):
-            if name.endswith("layernorm.weight") and "mtp" not in name:
-                yield opened.get_tensor(name)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from eval.measure.measurement import (
     open_measurement,
     write_result,
 )
-from eval.measure.replay import rank_candidates, replay_tree
+from eval.measure.replay import replay_response
 from eval.measure.target_answers import generate_greedy_answers
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
@@ -110,9 +110,7 @@ def find_best_variant(
     def replayed(changes: tuple[str, ...], head: DraftHead) -> HeadVariant:
         prompts, label = [], changes[-1] if changes else DECLARED
         for prompt, answer in tqdm(texts, desc=label, unit="prompt", leave=False):
-            output = target.encode_response(prompt.token_ids, answer, head.taps)
-            ranked = rank_candidates(head, chain, output, prompt.token_ids, answer)
-            steps = replay_tree(chain, ranked, answer)
+            steps = replay_response(target, head, chain, prompt.token_ids, answer)
             drafted, place = [depth] * len(steps), (prompt.dialogue, prompt.turn)
             prompts.append(PromptSteps(prompt.category, steps, drafted, *place))
         return HeadVariant(changes, head, gather_items(prompts))
@@ -145,9 +143,9 @@ def save_variant(variant: HeadVariant, config: RepairRun, bench: Measurement, fo
 
 def print_variants(rows: list[dict[str, Any]], console: Console) -> None:
     """Print a table with a row for each variant."""
-    table = Table(title="tau of chains, replayed over the target's own answers")
-    for column in ("read", "tau", "more", "95% interval"):
-        table.add_column(column, justify="left" if column == "read" else "right")
+    table = Table("read", title="tau of chains, replayed over the target's own answers")
+    for column in ("tau", "more", "95% interval"):
+        table.add_column(column, justify="right")
     for row in rows:
         interval = row["more_ci95"]
         bounds = "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"

@@ -38,20 +38,18 @@ def main(config: ShowMaskRun) -> None:
     for record in rows.records[: config.num_samples]:
         for sample in encoder.encode_record(record):
             console.rule()
-            line = f"{record.where}: {format_sample(sample, config.data.max_length)}"
+            learnt, total = sum(sample.loss_mask), len(sample.input_ids)
+            cut = config.data.max_length
+            line = (
+                f"{record.where}: {learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%})"
+            )
+            line += f", cut at data.max_length={cut}" if total > cut else ""
             console.print(line, markup=False, soft_wrap=True)
             if sample.unrendered_parts:
                 lost = ", ".join(sample.unrendered_parts)
                 console.print(f"not rendered by the chat template: {lost}", markup=False)
             console.print(colour_tokens(sample, tokenizer, brackets=console.color_system is None))
     console.rule("[black on green]learnt[/] [dim]context[/]")
-
-
-def format_sample(sample: Sample, max_length: int) -> str:
-    """Describe a sample, e.g. `12 of 40 tokens learnt (30.0%)`."""
-    learnt, total = sum(sample.loss_mask), len(sample.input_ids)
-    cut = f", cut at data.max_length={max_length}" if total > max_length else ""
-    return f"{learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%}){cut}"
 
 
 def colour_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase, *, brackets: bool) -> Text:
