@@ -137,7 +137,16 @@ def measure_decoding(size: str) -> Figures:
         return decode_many(target, partial(make_none, GREEDY), [Request(prompt)], length, 1)[0]
 
     def measure(make: Maker, temperature: float = 0.0) -> Generation:
-        return _decode_captured(target, make, prompt, num_tokens, Sampling(temperature=temperature))
+        """Decode two texts, on a GPU in captured steps, after a first one; return the faster."""
+        requests, sampling = [Request(prompt)], Sampling(temperature=temperature)
+        make_drafter = partial(make, sampling)
+        if target.device.type == "cuda":
+            decoder = GraphDecoder(target, make_drafter, num_tokens, sampling)
+            run = partial(decoder.decode_requests, requests, 1)
+        else:
+            run = partial(decode_many, target, make_drafter, requests, num_tokens, 1, sampling)
+        _, *texts = (run()[0] for _ in range(3))
+        return min(texts, key=lambda text: text.times.decode)
 
     decode_plainly(num_tokens)
     eager = decode_plainly(num_tokens)
@@ -181,20 +190,6 @@ def correct_drafts(
 ) -> Drafter:
     """Make a drafter whose drafts a new oracle replaces."""
     return OracleCorrectedDrafter(make(sampling, seeds), oracle())
-
-
-def _decode_captured(
-    target: Target, make: Maker, prompt: list[int], num_tokens: int, sampling: Sampling
-) -> Generation:
-    """Decode two texts, on a GPU in captured steps, after a first one; return the faster."""
-    requests, make_drafter = [Request(prompt)], partial(make, sampling)
-    if target.device.type == "cuda":
-        decoder = GraphDecoder(target, make_drafter, num_tokens, sampling)
-        run = partial(decoder.decode_requests, requests, 1)
-    else:
-        run = partial(decode_many, target, make_drafter, requests, num_tokens, 1, sampling)
-    _, *texts = (run()[0] for _ in range(3))
-    return min(texts, key=lambda text: text.times.decode)
 
 
 def _compute_step_ms(text: Generation) -> float:

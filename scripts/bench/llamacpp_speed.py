@@ -81,10 +81,8 @@ def request_prompt_ids(url: str, questions: list[str]) -> list[list[int]]:
     for question in questions:
         messages = [{"role": "user", "content": question}]
         text = request_json(url, "apply-template", messages=messages)["prompt"]
-        ids = request_json(url, "tokenize", content=text, add_special=True, parse_special=True)[
-            "tokens"
-        ]
-        prompts.append(ids)
+        settings = {"add_special": True, "parse_special": True}
+        prompts.append(request_json(url, "tokenize", content=text, **settings)["tokens"])
     return prompts
 
 
