@@ -24,7 +24,8 @@ import re
 import sysconfig
 import textwrap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 
@@ -119,7 +120,7 @@ class Recipe:
     seed: int = 0
 
 
-def make_embedded(folder: Path, recipe: Recipe, progress: bool = True) -> None:
+def make_embedded(folder: Path, recipe: Recipe) -> None:
     """Write the target, conversations to learn from, held-out prompts, and checksums."""
     library = find_source_files(recipe.num_files)
     texts = read_source(library, library.train)
@@ -135,18 +136,18 @@ def make_embedded(folder: Path, recipe: Recipe, progress: bool = True) -> None:
         tokenizer = train_tokenizer(
             list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
         )
-        target = train_target(STDLIB_EPOCHS * learnt + pieces, tokenizer, recipe, progress)
+        target = train_target(STDLIB_EPOCHS * learnt + pieces, tokenizer, recipe)
         save_trained(target, tokenizer, trained)
     if not place.is_dir():
         target, tokenizer = load_trained(trained)
-        unlearn_loops(target, tokenizer, learnt, recipe, progress)
+        unlearn_loops(target, tokenizer, learnt, recipe)
         save_trained(target, tokenizer, place)
     target, tokenizer = load_trained(place)
     rng = random.Random(recipe.seed)
     chosen = choose_prompts(
         learnt, recipe.num_conversations, tokenizer, recipe.max_prompt_tokens, rng
     )
-    answers = answer_prompts(target, tokenizer, chosen, recipe, progress)
+    answers = answer_prompts(target, tokenizer, chosen, recipe)
     rows = []
     for piece, answer in zip(chosen, answers, strict=True):
         if answer.strip():
@@ -265,10 +266,8 @@ def read_source(files: SourceFiles, names: list[str]) -> dict[str, str]:
     """Read files as UTF-8; skip the few with another encoding."""
     texts = {}
     for name in names:
-        try:
+        with suppress(UnicodeDecodeError):
             texts[name] = (files.root / name).read_text(encoding="utf-8").expandtabs()
-        except UnicodeDecodeError:
-            continue
     return texts
 
 
@@ -389,10 +388,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, max_length: int) -> PreTr
 
 
 def train_target(
-    pieces: list[CodeChat],
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
-    progress: bool,
+    pieces: list[CodeChat], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> LlamaForCausalLM:
     """Train a Llama-type model from scratch on packed chats, with the loss on every token.
 
@@ -420,31 +416,43 @@ def train_target(
         torch.optim.Muon(blocks, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda step: _learning_rate_factor(step, recipe))
-        for o in optimizers
-    ]
-    bar = tqdm(
-        total=recipe.num_steps * recipe.batch_size * recipe.train_length,
-        desc="training the target", unit="tok", unit_scale=True, disable=not progress,
-    )  # fmt: skip
-    loss = torch.tensor(math.nan)
-    with bar:
+
+    def compute_losses() -> Iterator[Tensor]:
         for rows in _iter_batches(pieces, tokenizer, recipe):  # rows: [B, T + 1]
             with _make_autocast():
                 logits = target(rows[:, :-1], use_cache=False).logits  # [B, T, V]
-            loss = cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+            yield cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+    loss = _take_steps(target, optimizers, recipe, compute_losses(), "training the target")
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the embedded target's training ended with loss {loss}")
+    return target.eval()
+
+
+def _take_steps(
+    target: LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    recipe: Recipe,
+    losses: Iterable[Tensor],
+    title: str,
+) -> float:
+    """Take `num_steps` steps, each with the next loss; return the last loss."""
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: _learning_rate_factor(step, recipe))
+        for each in optimizers
+    ]
+    last = math.nan
+    with tqdm(losses, total=recipe.num_steps, desc=title, unit="step") as bar:
+        for loss in bar:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
             target.zero_grad()
-            bar.update(rows[:, 1:].numel())
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    if not math.isfinite(loss.item()):
-        raise RuntimeError(f"the embedded target's training ended with loss {loss.item()}")
-    return target.eval()
+            last = loss.item()
+            bar.set_postfix(loss=f"{last:.3f}", refresh=False)
+    return last
 
 
 def _iter_batches(
@@ -471,7 +479,6 @@ def unlearn_loops(
     tokenizer: PreTrainedTokenizerFast,
     pieces: list[CodeChat],
     recipe: Recipe,
-    progress: bool,
 ) -> None:
     """Train a target not to repeat itself: it distils itself, without repeated tokens.
 
@@ -485,16 +492,13 @@ def unlearn_loops(
         target.parameters(), lr=recipe.loop_learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
     steps = replace(recipe, num_steps=recipe.num_loop_steps, warmup_steps=10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: _learning_rate_factor(step, steps)
-    )
     short = [p.prompt for p in pieces if len(p.prompt) < 2 * recipe.max_prompt_tokens]
-    bar = tqdm(total=steps.num_steps, desc="unlearning loops", unit="step", disable=not progress)
-    with bar:
+
+    def compute_losses() -> Iterator[Tensor]:
         for _ in range(steps.num_steps):
-            batch = _encode_prompts(tokenizer, rng.sample(short, recipe.loop_batch_size))
+            asked = rng.sample(short, recipe.loop_batch_size)
             with _make_autocast():
-                ids = _generate_answers(target, batch, recipe)  # [B, T]
+                batch, ids = _generate_answers(target, tokenizer, asked, recipe)
             first = batch["input_ids"].shape[1]
             answered = torch.zeros_like(ids, dtype=torch.bool)
             loops = []
@@ -513,18 +517,13 @@ def unlearn_loops(
                 logits = target(ids[:, :-1], **places, use_cache=False).logits.float()
             if loops:
                 teacher_logits[tuple(torch.tensor(loops).T)] = -math.inf
-            loss = kl_div(
+            yield kl_div(
                 logits[answered[:, 1:]].log_softmax(-1),
                 teacher_logits[answered[:, 1:]].softmax(-1),
                 reduction="batchmean",
             )
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            target.zero_grad()
-            bar.update()
-            bar.set_postfix(kl=f"{loss.item():.3f}", refresh=False)
+
+    _take_steps(target, [optimizer], steps, compute_losses(), "unlearning loops")
 
 
 def find_loop_tokens(token_ids: list[int], length: int = LOOP) -> list[set[int]]:
@@ -556,37 +555,37 @@ def answer_prompts(
     tokenizer: PreTrainedTokenizerFast,
     pieces: list[CodeChat],
     recipe: Recipe,
-    progress: bool,
 ) -> list[str]:
     """Answer every prompt with the target's own greedy text, left-padded in batches."""
     order = sorted(range(len(pieces)), key=lambda i: len(pieces[i].prompt))
     answers = [""] * len(pieces)
-    bar = tqdm(total=len(pieces), desc="answering", unit="prompt", disable=not progress)
-    with bar:
-        for start in range(0, len(order), recipe.generate_batch_size):
-            chosen = order[start : start + recipe.generate_batch_size]
-            batch = _encode_prompts(tokenizer, [pieces[i].prompt for i in chosen])
-            ids = _generate_answers(target, batch, recipe)[:, batch["input_ids"].shape[1] :]
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            for i, text in zip(chosen, texts, strict=True):
-                answers[i] = text
-            bar.update(len(chosen))
+    for start in tqdm(range(0, len(order), recipe.generate_batch_size), "answering", unit="batch"):
+        chosen = order[start : start + recipe.generate_batch_size]
+        prompts = [pieces[i].prompt for i in chosen]
+        batch, ids = _generate_answers(target, tokenizer, prompts, recipe)
+        answered = ids[:, batch["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(answered, skip_special_tokens=True)
+        for i, text in zip(chosen, texts, strict=True):
+            answers[i] = text
     return answers
 
 
-def _encode_prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
+@torch.no_grad()
+def _generate_answers(
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    recipe: Recipe,
+) -> tuple[BatchEncoding, Tensor]:
+    """Answer prompts greedily; return their encoding, and the ids [B, T] with the answers."""
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
         for prompt in prompts
     ]
-    return tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-
-
-@torch.no_grad()
-def _generate_answers(target: LlamaForCausalLM, batch: BatchEncoding, recipe: Recipe) -> Tensor:
-    return target.generate(  # type: ignore[misc, return-value]
+    batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+    return batch, target.generate(  # type: ignore[misc, return-value]
         **batch, max_new_tokens=recipe.max_new_tokens, do_sample=False
     )
 

@@ -27,7 +27,7 @@ SMALL = Recipe(
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    make_embedded(folder, SMALL, progress=False)
+    make_embedded(folder, SMALL)
     return folder
 
 
@@ -118,7 +118,7 @@ def test_a_second_start_takes_the_target_that_is_there(made, monkeypatch):
     before = (made / "recipe.json").read_bytes()
     for stage in ("train_target", "unlearn_loops"):
         monkeypatch.setattr(f"scripts.embedded.make.{stage}", lambda *_: pytest.fail("trained"))
-    make_embedded(made, SMALL, progress=False)
+    make_embedded(made, SMALL)
     assert (made / "recipe.json").read_bytes() == before  # checksums of all files among them
 
 
