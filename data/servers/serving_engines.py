@@ -40,10 +40,6 @@ NO_HEAD = "drafts nothing: start it with a draft head (the README of an export h
 START_HINT = "start a server there with the line that scripts/export.py prints, or name its address"
 
 
-class ReplyError(Exception):
-    """A reply of the server cannot be used."""
-
-
 @dataclass(frozen=True)
 class TextRequest:
     """Settings of a request for a text.
@@ -173,19 +169,20 @@ class EngineProtocol(ABC):
     Attributes:
         drafts_end_with_text: whether the engine never drafts beyond the end of a text.
         path: path of requests for a text, below the server's address.
+        hides_counts: option with which a server counts no drafts.
         missing_ids: what a reply without token ids tells.
         depth: number of draft tokens of a pass; 0 without a draft head.
     """
 
     drafts_end_with_text = False
     path: str
+    hides_counts = ""
     missing_ids: str
 
     def __init__(self, client: EndpointClient, model: str) -> None:
         self.client, self.model = client, model
         self.depth = 0
 
-    @abstractmethod
     async def find_draft_depth(self, drafts: bool) -> None:
         """Find and set `depth`, the number of draft tokens of a pass.
 
@@ -193,8 +190,11 @@ class EngineProtocol(ABC):
             drafts: whether the engine must have a draft head.
 
         Raises:
-            ReplyError: the engine must draft but does not, or drafts trees.
+            RequestFailedError: the engine must draft but does not, or drafts trees.
         """
+        await self._request_counters()
+        if drafts and not self.depth:
+            raise RequestFailedError(f"{NO_HEAD}, and without {self.hides_counts}")
 
     @abstractmethod
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
@@ -208,12 +208,12 @@ class EngineProtocol(ABC):
         """Parse the token ids of a reply, or of one piece of a streamed reply.
 
         Raises:
-            ReplyError: the reply has no token ids.
+            RequestFailedError: the reply has no token ids.
         """
         try:
             return list(self._get_token_ids(reply))
         except (KeyError, IndexError, TypeError) as error:
-            raise ReplyError(f"the reply has no {self.missing_ids} is too old") from error
+            raise RequestFailedError(f"the reply has no {self.missing_ids} is too old") from error
 
     async def request_answer(self, prompt_ids: list[int], request: TextRequest) -> DraftCounts:
         """Request one text with the counts of its draft tokens."""
@@ -256,20 +256,20 @@ class EngineProtocol(ABC):
         """Request one text as a stream and note when its tokens come.
 
         Raises:
-            ReplyError: the engine breaks the text off, or streams no token.
+            RequestFailedError: the engine breaks the text off, or streams no token.
         """
         num_tokens, arrivals, event = 0, list[float](), dict[str, Any]()
         body, watch = self.build_request(prompt_ids, request) | {"stream": True}, Stopwatch()
         async for event in self.client.stream_events(self.path, body):
             arrived = watch.seconds()
             if "error" in event:
-                raise ReplyError(f"broke a text off: {str(event['error'])[:300]}")
+                raise RequestFailedError(f"broke a text off: {str(event['error'])[:300]}")
             total = self.count_streamed_tokens(event, num_tokens)
             if total > num_tokens:
                 arrivals.append(arrived)
                 num_tokens = total
         if not arrivals:
-            raise ReplyError(f"streams no token at {self.path}: {str(event)[:200]}")
+            raise RequestFailedError(f"streams no token at {self.path}: {str(event)[:200]}")
         return StreamedText(num_tokens, arrivals, self.parse_accepted_lengths(event))
 
     def count_streamed_tokens(self, event: dict, before: int) -> int:
@@ -368,9 +368,9 @@ class ServingEngine(SyncEndpointClient):
                 ids = reply.get("prompt_token_ids")
                 rendered = list(ids) if ids else int(reply["usage"]["prompt_tokens"])
             except (KeyError, TypeError, ValueError) as error:
-                raise ReplyError("a chat's reply has no usage.prompt_tokens") from error
+                raise RequestFailedError("a chat's reply has no usage.prompt_tokens") from error
             if not rendered:  # llama.cpp with a file that holds no tokenizer
-                raise ReplyError("renders a chat as nothing")
+                raise RequestFailedError("renders a chat as nothing")
             return rendered
 
         return self._run_on_portal(request_rendering)
@@ -412,7 +412,7 @@ class ServingEngine(SyncEndpointClient):
     def _run_on_portal(self, work: Any, *arguments: Any) -> Any:
         try:
             return self.portal.call(work, *arguments)
-        except (RequestFailedError, RequestRefusedError, ReplyError) as error:
+        except (RequestFailedError, RequestRefusedError) as error:
             start = "" if self.name else f"; {START_HINT}"
             raise InputError(f"{self.endpoint}: {error}{start}") from error
 
@@ -428,14 +428,14 @@ class ServingEngine(SyncEndpointClient):
                 self.max_model_len = (served.get("meta") or {}).get("n_ctx")
             self.protocol = PROTOCOLS[self.name](self.client, self.model)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ReplyError(
+            raise RequestFailedError(
                 f"must be one of {', '.join(PROTOCOLS)}; v1/models says {reply}"
             ) from error
         self.version = await self.client.request_version()
         await self.protocol.find_draft_depth(self.drafts)
         self.depth, self.within = self.protocol.depth, self.protocol.drafts_end_with_text
         if self.depth and not self.drafts:
-            raise ReplyError(
+            raise RequestFailedError(
                 f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
             )
 
@@ -444,22 +444,20 @@ def _choose_model(listed: list[dict], model: str | None) -> dict:
     """Choose the listed model of a name, or the first one if the name is None.
 
     Raises:
-        ReplyError: the server does not list the model.
+        RequestFailedError: the server does not list the model.
     """
     by_name = {each["id"]: each for each in listed}
     if model is not None and model not in by_name:
-        raise ReplyError(f"model={model}: not served; allowed: {', '.join(map(str, by_name))}")
+        raise RequestFailedError(
+            f"model={model}: not served; allowed: {', '.join(map(str, by_name))}"
+        )
     return listed[0] if model is None else by_name[model]
 
 
 class _VllmProtocol(EngineProtocol):
     path = "v1/completions"
+    hides_counts = "--disable-log-stats"
     missing_ids = "choices[0].token_ids: vLLM"
-
-    async def find_draft_depth(self, drafts: bool) -> None:
-        await self._request_counters()
-        if drafts and not self.depth:
-            raise ReplyError(f"{NO_HEAD}, and without --disable-log-stats")
 
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         return {
@@ -481,6 +479,7 @@ class _VllmProtocol(EngineProtocol):
 class _LlamaCppProtocol(EngineProtocol):
     drafts_end_with_text = True
     path = "completion"
+    hides_counts = "--spec-draft-p-min"
     missing_ids = "tokens: llama.cpp"
 
     async def find_draft_depth(self, drafts: bool) -> None:
@@ -488,12 +487,11 @@ class _LlamaCppProtocol(EngineProtocol):
         first = self.build_request([0], TextRequest(FIRST_TOKENS, ignore_eos=True))
         self.parse_token_ids(await self.client.request_json("POST", self.path, first))
         try:
-            await self._request_counters()
+            await super().find_draft_depth(drafts)
         except InputError as error:
             if drafts:
-                raise ReplyError(f"counts nothing: start it with --metrics ({error})") from error
-        if drafts and not self.depth:
-            raise ReplyError(f"{NO_HEAD}, and without --spec-draft-p-min")
+                problem = f"counts nothing: start it with --metrics ({error})"
+                raise RequestFailedError(problem) from error
 
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         return {
@@ -521,11 +519,11 @@ class _SglangProtocol(EngineProtocol):
         settings = await self.client.request_json("GET", "get_server_info")
         if not settings.get("speculative_algorithm"):
             if drafts:
-                raise ReplyError(NO_HEAD)
+                raise RequestFailedError(NO_HEAD)
             return
         width = settings.get("speculative_eagle_topk")
         if width != 1:
-            raise ReplyError(
+            raise RequestFailedError(
                 f"drafts trees, speculative_eagle_topk={width}: only chains can be compared; "
                 "start it with --speculative-eagle-topk 1"
             )
@@ -560,7 +558,7 @@ class _SglangProtocol(EngineProtocol):
         meta = reply.get("meta_info") or {}
         histogram = next((meta[name] for name in names if name in meta), None)
         if histogram is None and self.depth and len(self.parse_token_ids(reply)) > 1:
-            raise ReplyError(f"the reply's meta_info has none of {', '.join(names)}")
+            raise RequestFailedError(f"the reply's meta_info has none of {', '.join(names)}")
         return [n for n, passes in enumerate(histogram or []) for _ in range(passes)]
 
 
