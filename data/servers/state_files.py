@@ -467,21 +467,18 @@ class BufferPool:
             return np.empty(num_bytes, np.uint8)
         step = (1 << num_bytes.bit_length() - 1) // SIZES_PER_DOUBLING
         size = -(-num_bytes // step) * step
-        block = self._take_free_block(size) or self._make_block(size)
+        block = self._take_block(size)
         array = np.frombuffer(block, np.uint8, num_bytes)
         weakref.finalize(array, self._free.append, block).atexit = False
         return array
 
-    def _take_free_block(self, size: int) -> mmap.mmap | None:
+    def _take_block(self, size: int) -> mmap.mmap:
+        """Take a kept block, or make one and drop kept blocks of other sizes with as many bytes."""
         for block in [*self._free]:
             if size <= len(block) <= size + size // SIZES_PER_DOUBLING:
                 with suppress(ValueError):  # another thread took it first
                     self._free.remove(block)
                     return block
-        return None
-
-    def _make_block(self, size: int) -> mmap.mmap:
-        """Make a new block, and drop kept blocks of other sizes with as many bytes."""
         dropped = 0
         while self._free and dropped < size:
             with suppress(IndexError):
