@@ -120,7 +120,7 @@ class TokenisingJob:
     Attributes:
         folder: folder of the prepared data.
         name: name of the shard's files, without endings.
-        rows: rows of the shard.
+        rows: rows of the shard; none if it is done.
         done: shard of an earlier start, if its files are whole.
     """
 
@@ -153,7 +153,7 @@ def iter_shards(
     jobs = chain(first, jobs)
     if num_proc == 1 or len(first) <= NUM_SMALL:
         for job in jobs:
-            yield job.done or tokenise_shard(job, settings), job.done is None
+            yield tokenise_shard(job, settings), job.done is None
         return
     # Workers fork from a server process, which has neither threads nor a CUDA device.
     context = multiprocessing.get_context("forkserver")
@@ -178,7 +178,7 @@ def _iter_jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
             whole = shard.num_rows == len(batch) and shard.is_whole(folder)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             whole = False
-        yield TokenisingJob(folder, name, batch, done=shard if whole else None)
+        yield TokenisingJob(folder, name, [] if whole else batch, done=shard if whole else None)
 
 
 def _iter_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -198,16 +198,13 @@ def _iter_results(
     pool: ProcessPoolExecutor, jobs: Iterator[TokenisingJob], num_ahead: int
 ) -> Iterator[tuple[PreparedShard, bool]]:
     """Yield each shard, in the order of the jobs, and whether it is new; start jobs in advance."""
-    waiting: deque[PreparedShard | Future[PreparedShard]] = deque()
+    waiting: deque[tuple[Future[PreparedShard], bool]] = deque()
     for job in chain(jobs, [None]):
         if job is not None:
-            waiting.append(job.done or _submit_job(pool, job))
+            waiting.append((_submit_job(pool, job), job.done is None))
         while len(waiting) > (num_ahead if job else 0):
-            shard = waiting.popleft()
-            if isinstance(shard, PreparedShard):
-                yield shard, False
-            else:
-                yield shard.result(), True
+            shard, is_new = waiting.popleft()
+            yield shard.result(), is_new
 
 
 def _submit_job(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[PreparedShard]:
@@ -224,12 +221,14 @@ def _submit_job(pool: ProcessPoolExecutor, job: TokenisingJob) -> Future[Prepare
 
 
 def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> PreparedShard:
-    """Tokenise the rows of a job, and write the shard and its JSON file.
+    """Tokenise the rows of a job, and write the shard and its JSON file, unless it is done.
 
     Raises:
         InputError: a row has another form than the others.
         OSError: the shard cannot be written. Nothing of it is left.
     """
+    if job.done:
+        return job.done
     encoder = RecordEncoder(settings.tokenizer, settings.config.chat_template_kwargs)
     detected = settings.config.form is Form.auto
     ids, mask = array("i"), bytearray()
