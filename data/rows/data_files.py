@@ -183,13 +183,10 @@ def parse_file_ending(file: Path) -> str:
         InputError: the ending is not in `DATA_ENDINGS`.
     """
     name = file.name.lower()
-    for packing in COMPRESSIONS:
-        name = name.removesuffix(packing)
-    ending = Path(name).suffix
-    packed = name != file.name.lower()
-    if ending not in TEXTS and (packed or ending not in TABLES):
+    if not name.endswith(DATA_ENDINGS):
         raise InputError(f"{file}: ends in '{file.suffix}'; allowed: {ALLOWED}")
-    return ending
+    unpacked = name.removesuffix(".gz").removesuffix(".zst")
+    return f".{unpacked.rpartition('.')[2]}"
 
 
 def check_data_paths(config: RowsConfig, section: str = "data") -> None:
