@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import partial
 from operator import methodcaller
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,11 +103,8 @@ class HiddenStatesPool:
         `request_states` does.
         """
         settings = max_new_tokens, request_settings, True
-        futures = [self._submit_answer(prompt, *settings) for prompt in prompts]
-        return [future.result() for future in futures]
-
-    def _submit_answer(self, *arguments: Any) -> "Future[tuple[list[int], dict[str, Tensor]]]":
-        return self._threads.submit(self._try_servers, methodcaller("request_answer", *arguments))
+        requests = (methodcaller("request_answer", prompt, *settings) for prompt in prompts)
+        return list(self._threads.map(self._try_servers, requests))
 
     def stream_answers(
         self,
@@ -123,12 +121,15 @@ class HiddenStatesPool:
             max_new_tokens: largest number of tokens per answer.
             request_settings: settings of each request, see `HiddenStatesClient.request_answer`.
         """
-        futures = {
-            self._submit_answer(prompt, max_new_tokens, request_settings[number]): number
-            for number, prompt in enumerate(prompts)
-        }
+
+        def answer(number: int, server: HiddenStatesClient) -> tuple[int, list[int]]:
+            arguments = prompts[number], max_new_tokens, request_settings[number]
+            return number, server.request_answer(*arguments)[0]  # states would fill the memory
+
+        requests = (partial(answer, number) for number in range(len(prompts)))
+        futures = [self._threads.submit(self._try_servers, request) for request in requests]
         for future in as_completed(futures):
-            yield futures[future], future.result()[0]
+            yield future.result()
 
     def _try_servers(self, request: Callable[[HiddenStatesClient], Result]) -> Result:
         """Send a request to one server after another; if none answers, to all again for a while."""
