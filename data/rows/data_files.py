@@ -9,6 +9,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -455,7 +456,11 @@ def find_dataset_revision(path: str) -> str | None:
     """
     local = find_local_path("data.path", path, DATA_ENDINGS)
     if local is None:
-        return _find_hub_commit(path)
+        from huggingface_hub import HfApi
+
+        with suppress(OSError):
+            return HfApi().dataset_info(path).sha
+        return None
     if snapshot := SNAPSHOT.search(local.absolute().as_posix()):
         return snapshot[1]
     if (local / ".git").is_dir():  # a .git further up belongs to the user's own repository
@@ -464,15 +469,6 @@ def find_dataset_revision(path: str) -> str | None:
         folder / ".cache/huggingface/download" for folder in (local, *local.absolute().parents)
     ]
     return next((_find_downloaded_commit(each) for each in folders[:3] if each.is_dir()), None)
-
-
-def _find_hub_commit(path: str) -> str | None:
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().dataset_info(path).sha
-    except OSError:
-        return None
 
 
 def _find_clone_commit(git: Path) -> str | None:
@@ -492,7 +488,6 @@ def _find_downloaded_commit(notes: Path) -> str | None:
 
 
 def _read_file_text(file: Path) -> str:
-    try:
+    with suppress(OSError):
         return file.read_text(errors="replace")
-    except OSError:
-        return ""
+    return ""

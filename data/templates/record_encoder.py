@@ -118,7 +118,7 @@ class RecordEncoder:
 
     @cached_property
     def turn_markers(self) -> TurnMarkers:
-        """Markers of dialogues rendered for the target; empty without a template."""
+        """Markers of dialogues rendered for the target; empty if its template renders none."""
         try:
             return TurnMarkers.from_template(self.build_template({}, None))
         except InputError:

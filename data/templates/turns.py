@@ -286,12 +286,13 @@ class TurnMarkers:
 
     @classmethod
     def from_template(cls, template: ChatTemplate) -> "TurnMarkers":
-        """Find the markers in a rendering of known texts; empty if the template refuses these."""
+        """Find the markers in a rendering of known texts; empty if it does not show these.
+
+        Raises:
+            InputError: the template refuses the texts.
+        """
         question, answer, _ = build_probe_messages(calls=False)
-        try:
-            text = template.render_conversation([question, answer, question, answer])
-        except InputError:
-            return cls()
+        text = template.render_conversation([question, answer, question, answer])
         pieces = re.split(f"{QUESTION}|{ANSWER}", text)
         if len(pieces) != 5:
             return cls()
