@@ -74,42 +74,39 @@ class DataReport:
         supervised = self.num_supervised_tokens / self.num_tokens
         held_out = self.eval_path or "a share of it"
         advice = " (a larger data.max_length packs closer)" if self.padding > WIDE else ""
-        lines: list[str] = []
+        lines = [
+            f"records: {self.num_records:,} read, {self.num_bad:,} malformed, "
+            f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
+            *self._format_truncation(),
+            f"tokens: {self.num_tokens:,}, of which {supervised:.1%} are learnt",
+            f"sequences: {self.num_train_sequences:,} to train on, "
+            f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding{advice}",
+        ]
         if self.lengths:  # missing in reports of older feature stores
             half, most, nearly_all, longest = self.lengths.values()
             speed = f", {self.rows_per_s:,.0f} rows/s" if self.rows_per_s else ""
-            left_out = [
-                *format_counts("fields not read", self.unread, "rows"),
-                *format_counts("not rendered by the chat template", self.unrendered, "times"),
-                *(f"not read: {name}" for name in self.left_out),
-            ]
-            if self.num_copies:
-                left_out.append(
-                    f"copies: {self.num_copies:,} of {self.num_records:,} records repeat an "
-                    "earlier one; every copy is read, and copies are held out together"
-                )
-            if self.num_heldout_known:
-                left_out.append(
-                    f"held out, but trained on: the first prompts of {self.num_heldout_known:,} of "
-                    f"{self.num_heldout:,} records, so held-out figures are too good"
-                )
-            lines = [
-                f"  tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} "
+            lines += [
+                f"tokens of a sample: {half:,} (half of all), {most:,} (90%), {nearly_all:,} "
                 f"(99%), {longest:,} (longest)",
-                f"  prepared: {', '.join(self.prepared)}{speed}",
-                *(f"  {line}" for line in left_out),
+                f"prepared: {', '.join(self.prepared)}{speed}",
             ]
+        lines += format_counts("fields not read", self.unread, "rows")
+        lines += format_counts("not rendered by the chat template", self.unrendered, "times")
+        lines += (f"not read: {name}" for name in self.left_out)
+        if self.num_copies:
+            lines.append(
+                f"copies: {self.num_copies:,} of {self.num_records:,} records repeat an earlier "
+                "one; every copy is read, and copies are held out together"
+            )
+        if self.num_heldout_known:
+            lines.append(
+                f"held out, but trained on: the first prompts of {self.num_heldout_known:,} of "
+                f"{self.num_heldout:,} records, so held-out figures are too good"
+            )
         return [
             f"data: {self.path} (form {self.form.value}, sha256 {self.sha256[:12]}); "
             f"held out: {held_out}",
-            f"  records: {self.num_records:,} read, {self.num_bad:,} malformed, "
-            f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
-            *self._format_truncation(),
-            f"  tokens: {self.num_tokens:,}, of which {supervised:.1%} are learnt",
-            f"  sequences: {self.num_train_sequences:,} to train on, "
-            f"{self.num_eval_sequences:,} held out, {self.padding:.1%} padding{advice}",
-            *lines,
-            *(f"  {line}" for line in format_malformed_rows(self.bad)),
+            *(f"  {line}" for line in (*lines, *format_malformed_rows(self.bad))),
         ]
 
     def _format_truncation(self) -> list[str]:
@@ -121,7 +118,7 @@ class DataReport:
             f"{most} keeps 90% whole, {longest} all" if most < longest else f"{longest} keeps all"
         )
         return [
-            f"  warning: {self.num_truncated:,} samples of {self.num_records:,} records are longer "
+            f"warning: {self.num_truncated:,} samples of {self.num_records:,} records are longer "
             f"than data.max_length, so their ends are not learnt; data.max_length={kept}"
         ]
 
