@@ -420,8 +420,8 @@ def request_continuations(
             ) from error
 
     with (
-        SyncEndpointClient(endpoint, concurrency) as server,
         ThreadPoolExecutor(concurrency) as threads,
+        SyncEndpointClient(endpoint, concurrency) as server,  # its end cancels what is in flight
     ):
         model = server.portal.call(server.client.first_model)
         try:
