@@ -15,7 +15,7 @@ from enum import Enum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import hydra
 from hydra import compose, initialize
@@ -207,20 +207,6 @@ class Command(Generic[Config]):
             print(text, flush=True)  # noqa: T201
         except BrokenPipeError:  # `| head` has seen enough, and Python would flush again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def head_recipe(schema: type[Config], name: str) -> Config:
-    """Load the head's settings of `conf/head/{name}.yaml`, a recipe that builds on no other.
-
-    Args:
-        schema: dataclass of the head's settings.
-        name: name of the recipe.
-
-    Raises:
-        OSError: there is no such recipe.
-    """
-    given = OmegaConf.load(RECIPES / f"{name}.yaml")
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(schema, given.head)))
 
 
 def convert_hydra_error(

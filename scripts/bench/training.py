@@ -7,7 +7,6 @@ measured in the same run.
 """
 
 import gc
-import importlib
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from data.features.store_format import StoreContents, TensorSpec
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
-from heads.kinds import find_kind_name, make_untrained_head
+from heads.kinds import make_untrained_head
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -46,6 +45,7 @@ from scripts.bench.harness import (
     compute_peak_bytes,
     run_worker,
 )
+from train.api import training_objective
 from train.batch.data_loader import Dataset
 from train.loop import loop, memory
 from train.loop.loop import TrainingJob
@@ -168,9 +168,7 @@ def make_objective(variant: str, target: EmbeddingsAndOutputHead, vocab: DraftVo
         target: the frozen target.
         vocab: draft vocabulary, for heads that can have one.
     """
-    head = make_untrained_head(variant, target, vocab)
-    entry: Any = importlib.import_module(f"train.{find_kind_name(head)}")
-    return entry.main.build_default_objective(head, target)
+    return training_objective(make_untrained_head(variant, target, vocab), target)
 
 
 def start_run(

@@ -16,10 +16,9 @@ from unittest.mock import patch
 import torch
 from emulated.device import counted
 from emulated.hollow import Meter, hollow, metered
+from omegaconf import OmegaConf
 
 import eval.decode.cuda_graphs
-from conf.command import entry
-from conf.settings.eagle import EagleConfig
 from conf.settings.medusa import Medusa2Run
 from conf.settings.training import TrainConfig
 from eval.decode.cuda_graphs import GraphDecoder
@@ -46,7 +45,7 @@ from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench import training as bench_train
 from scripts.bench.training import RunSizes, make_objective
-from train.eagle import EagleObjective
+from train import eagle
 from train.medusa2 import AdaptedMedusa, Medusa2Objective
 
 Row = dict[str, Any]
@@ -127,9 +126,10 @@ def _objective(name: str, target: Target, vocab: DraftVocab) -> Any:
         return Medusa2Objective(AdaptedMedusa(heads, adapter), target, run)
     if name in build_variant_table():
         return make_objective(name, target, vocab)
-    config = entry.head_recipe(EagleConfig, name)
+    composed = eagle.main.command.compose_settings([f"head={name}"])
+    config: Any = OmegaConf.to_object(composed.head)
     head = EagleHead.from_settings(target, config, vocab, seed=0)
-    return EagleObjective(head, target, config)
+    return eagle.EagleObjective(head, target, config)
 
 
 def _drafter(job: dict[str, Any], target: Target) -> Callable[[list[int]], Drafter]:

@@ -15,6 +15,7 @@ from heads.eagle.eagle import EagleHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from tests.train.loop.test_memory import ONE, eagle
+from train.api import training_objective
 from train.eagle import main
 from train.loop.memory import estimate_pass
 
@@ -136,11 +137,11 @@ def test_what_is_compiled_is_asked_for() -> None:
 
 def test_benchmarks_take_the_recipe_of_the_form() -> None:
     objective = eagle()
-    recipe = EagleConfig(norm_before_residual=True)
-    assert main.build_default_objective(objective.head, objective.target).config == recipe
+    recipe = EagleConfig(norm_before_residual=True, path="(in memory)")
+    assert training_objective(objective.head, objective.target).config == recipe
     target = random_target()
     settings = EagleConfig(form=EagleForm.eagle1)
     head = EagleHead.from_settings(target, settings, DraftVocab.make_full(96), 0)
-    found = main.build_default_objective(head, target)
+    found = training_objective(head, target)
     assert (found.head, found.target) == (head, target)
     assert (found.config.noise, found.config.regression_weight) == (0.2, 1.0)

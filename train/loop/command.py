@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 from conf.command import run_record
-from conf.command.entry import Command, head_recipe
+from conf.command.entry import Command
 from conf.command.environment import check_compile, find_missing_toolchain
 from conf.command.run_record import collect_provenance, make_fingerprint, to_json
 from conf.errors import InputError
@@ -283,15 +283,6 @@ class TrainingCommand:
                 run_record.print_next_command(
                     "train", build_measure_settings(config, source.target.name)
                 )
-
-    def build_default_objective(
-        self, head: DraftHead, target: EmbeddingsAndOutputHead
-    ) -> Objective:
-        """Build an objective with the settings of the head's recipe, for benchmarks."""
-        schema, name = type(self.command.schema().head), head.variant
-        return self.objective(
-            head, target, head_recipe(schema, name) if name in self.command.recipes else schema()
-        )
 
 
 def resolve_length(
