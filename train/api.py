@@ -30,6 +30,7 @@ from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
 from heads.draft_head import UNKNOWN, DraftHead
 from heads.export.writer import check_format
+from heads.layers.documents import Documents
 from heads.target_model import load
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target, TargetOutput
@@ -254,9 +255,11 @@ def training_step(
         document_ids = torch.zeros_like(input_ids)
     _check_step(objective, input_ids, loss_mask, states, document_ids)
     seeds = tuple(hash_seed(0, seed, row) for row in range(len(input_ids)))
+    lengths = Documents.from_ids(document_ids.cpu()).lengths
+    positions = torch.cat([torch.arange(length) for length in lengths])
     batch = {
         "input_ids": input_ids, "loss_mask": loss_mask.bool(), "document_ids": document_ids,
-        "position_ids": _compute_position_ids(document_ids),
+        "position_ids": positions.view_as(input_ids),
     }  # fmt: skip
     indexed = objective.index_batch(
         {**batch_to_device(batch, torch.device("cpu")), NOISE_SEEDS: seeds}
@@ -328,15 +331,6 @@ def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
     if name not in known:
         raise InputError(f"head={name}: no such recipe; allowed: {', '.join(known)}")
     return known[name], name
-
-
-def _compute_position_ids(document_ids: Tensor) -> Tensor:
-    """Compute the position of each token in its document, [B, T] int64."""
-    columns = torch.arange(document_ids.shape[1], device=document_ids.device)
-    columns = columns.expand_as(document_ids)
-    is_start = torch.ones_like(document_ids, dtype=torch.bool)
-    is_start[:, 1:] = document_ids.diff() != 0
-    return columns - (columns * is_start).cummax(1).values
 
 
 def _check_step(
