@@ -85,7 +85,7 @@ class MedusaObjective(Objective):
         spared = (heads - 1) * len(self.head.vocab.ids) * self.target.hidden_size
         return SavedRows(
             kept, tokens, heads * tokens, (heads + 3) * tokens, 0,
-            *((PIECES_OF_TEACHER, True) if self.soft else (PIECES_OF_TEXT, False)),
+            PIECES_OF_TEACHER if self.soft else PIECES_OF_TEXT,
             uncast=0 if self.soft else spared,
         )  # fmt: skip
 

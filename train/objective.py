@@ -80,7 +80,6 @@ class SavedRows(NamedTuple):
         mlp_grads: rows of an MLP with gradients in the backward pass.
         pieces: float32 tensors [r, W] that exist at once while a piece of the loss is compared.
             Logits in another dtype add one, their float32 copy.
-        is_soft: whether the loss compares with the target's distribution.
         is_teacher_widest: whether computing the teacher's logits can be the loss's fullest moment.
         uncast: numbers of trained matrices that are never cast at the same time as the others.
     """
@@ -91,7 +90,6 @@ class SavedRows(NamedTuple):
     backward_grads: int
     mlp_grads: int
     pieces: int = PIECES_OF_TEACHER
-    is_soft: bool = True
     is_teacher_widest: bool = False
     uncast: int = 0
 

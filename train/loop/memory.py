@@ -20,7 +20,7 @@ from heads.target_model.architecture import compute_mlp_size
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 from train.loss import fused_linear
-from train.objective import LaunchSpec, Objective, SavedRows
+from train.objective import PIECES_OF_TEXT, LaunchSpec, Objective, SavedRows
 from train.parallel.optimizers import state_keys
 from train.parallel.processes import ZERO_BUCKET
 
@@ -110,7 +110,7 @@ def estimate_pass(objective: Objective, setting: LaunchSpec) -> BytesByPart | No
     grad, limit = row_bytes["float32 state"], fused_linear.get_chunk_bytes(not setting.cuda)
     loss = estimate_loss_bytes(setting, saved, width, grad // FLOAT32_BYTES)
     teacher_bytes = setting.tokens * target.dtype.itemsize
-    if saved.is_soft:  # the target's logits of the draft vocabulary, beside a student's
+    if saved.pieces > PIECES_OF_TEXT:  # the target's logits of drafted ids, beside a student's
         loss += min(teacher_bytes * width, limit)
     if saved.is_teacher_widest:  # all its logits, the drafted, and pieces
         whole = min(teacher_bytes * vocab_size, limit)
