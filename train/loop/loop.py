@@ -571,12 +571,7 @@ def _stop_signals(run: TrainingLoop) -> Iterator[None]:
 
 
 def format_estimate(seconds: float, num_left: int) -> list[str]:
-    """Format the time that a run takes by its first micro batch; nothing if it is short.
-
-    Args:
-        seconds: time of a micro batch.
-        num_left: micro batches of a process from here to the end.
-    """
+    """Format the time of `num_left` micro batches, each of some seconds; nothing if it is short."""
     text = format_minutes(seconds * num_left)
     if not text:
         return []
@@ -618,14 +613,7 @@ class SkippedSequences:
         self.numbers = set(known)
 
     def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
-        """Skip more sequences from now on.
-
-        Args:
-            numbers: indices of the sequences.
-            step: optimizer step, from 1.
-
-        Returns:
-            A line to print.
+        """Skip more sequences, by index, from optimizer step `step` (from 1) on; return a line.
 
         Raises:
             InputError: too many sequences are skipped.
@@ -672,14 +660,11 @@ class SkippedSequences:
         return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
 
     def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
-        """Replace skipped sequences of a batch with padding.
+        """Replace skipped sequences of a batch with padding, in a copy.
 
         Args:
             batch: [B, T, ...] tensors by name, on the CPU.
             numbers: indices of the batch's B sequences.
-
-        Returns:
-            The batch itself if nothing is skipped, otherwise a copy.
         """
         rows = [row for row, number in enumerate(numbers) if number in self.numbers]
         if not rows:

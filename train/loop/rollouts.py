@@ -187,10 +187,9 @@ class Rollouts:
 
     def _select_prompts(self, first: int, last: int) -> list[list[int]]:
         """Select the prompts of steps `first` to `last` that leave room for an answer."""
-        numbers: dict[int, None] = {}
-        for step in range(first, last):
-            batch = data_loader.draw_global_batch(step, self.batch_size, len(self.data), self.seed)
-            numbers |= dict.fromkeys(batch)
+        drawn = Round(self.data, 0, last, self.seed)
+        batches = (drawn.draw_global_batch(step, self.batch_size) for step in range(first, last))
+        numbers = dict.fromkeys(number for batch in batches for number in batch)
         window = self.target.max_positions
         room = None if window is None else window - self.config.max_new_tokens
         prompts = [prompt for number in numbers for prompt in iter_prompts(self.data[number])]

@@ -209,14 +209,13 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
         make_replay = partial(make_heldout_replay, LocalAnswerSource(target), prompts)
         lines.append(f"attention of the target: {target.attention_description}")
     identity = identify_target(config.target, target.tokenizer, target.dtype)
-    checksum = train_data.checksum
-    kwargs = config.data.chat_template_kwargs or {}
+    kwargs = to_json(config.data.chat_template_kwargs or {})
     statement = DataStatement(
-        report.path, report.sha256, to_json(kwargs), identity.dtype, train_data.prompts
+        report.path, report.sha256, kwargs, identity.dtype, train_data.prompts
     )
     return TrainingSource(
-        target, identity, checksum, train_data, heldout, report, statement, lines, make_replay,
-        config.target if config.target.engine else None, prompts,
+        target, identity, train_data.checksum, train_data, heldout, report, statement, lines,
+        make_replay, config.target if config.target.engine else None, prompts,
     )  # fmt: skip
 
 
@@ -296,16 +295,12 @@ def load_store_source(
     lines = [f"features: {store.folder} ({store.manifest.plan.contents.format_line()})"]
     for data in (store.train, store.heldout, store.replay):
         data.check_token_ids(target)
-    report = store.manifest.report
-    plan = store.manifest.plan
-    kwargs = plan.data["chat_template_kwargs"] or {}
-    prompts = store.load_prompts()
-    statement = DataStatement(report.path, report.sha256, kwargs, plan.target["dtype"], prompts)
-    identity = get_store_identity(plan)
-    lines += report.format_lines()
+    report, plan = store.manifest.report, store.manifest.plan
+    kwargs, dtype = plan.data["chat_template_kwargs"] or {}, plan.target["dtype"]
+    statement = DataStatement(report.path, report.sha256, kwargs, dtype, store.load_prompts())
     return TrainingSource(
-        target, identity, plan.splits["train"].checksum, store.train, store.heldout, report,
-        statement, lines, replay,
+        target, get_store_identity(plan), plan.splits["train"].checksum, store.train, store.heldout,
+        report, statement, lines + report.format_lines(), replay,
     )  # fmt: skip
 
 
@@ -320,11 +315,8 @@ def load_store(data: PackedConfig, target: TargetConfig) -> FeatureStore:
     assert data.features is not None
     store = FeatureStore(Path(data.features).expanduser())
     plan = store.manifest.plan
-    names = [
-        field.name
-        for field in fields(DataConfig)
-        if field.name not in ("features", *NON_CONTENT_SETTINGS)
-    ]
+    skipped = ("features", *NON_CONTENT_SETTINGS)
+    names = (field.name for field in fields(DataConfig) if field.name not in skipped)
     _check_unset("data", data, plan.data, names, data.features)
     _check_target(target, plan, data.features)
     return store
@@ -341,9 +333,8 @@ def load_embeddings_and_head(store: FeatureStore, device: torch.device) -> Embed
 
 def get_store_identity(plan: StorePlan) -> TargetIdentity:
     """Return the identity of the target that a store was captured from."""
-    return TargetIdentity(
-        **{field.name: plan.target[field.name] for field in fields(TargetIdentity)}
-    )
+    names = (field.name for field in fields(TargetIdentity))
+    return TargetIdentity(**{name: plan.target[name] for name in names})
 
 
 def check_feature_layers(store: FeatureStore, taps: FeatureLayers) -> None:
@@ -461,12 +452,8 @@ def format_server_balance(waiting: float) -> str:
     Args:
         waiting: fraction of the trainers' time.
     """
+    balance = "the servers keep up and could feed more processes"
     if waiting > MIN_NOTABLE_WAIT:
-        return (
-            f"training waits for hidden states {waiting:.0%} of the time; {1 / (1 - waiting):.1f} "
-            "times as many servers in target.engine would keep it busy"
-        )
-    return (
-        f"training waits for hidden states {waiting:.0%} of the time; the servers keep up and "
-        "could feed more processes"
-    )
+        times = 1 / (1 - waiting)
+        balance = f"{times:.1f} times as many servers in target.engine would keep it busy"
+    return f"training waits for hidden states {waiting:.0%} of the time; {balance}"
