@@ -178,17 +178,12 @@ def collect_provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
 
 def git_revision() -> str | None:
     """Return the git revision of this checkout, `+changes` behind it if files differ, or None."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    command.append("--dirty=+changes")
     try:
-        revision = _run_git("rev-parse", "HEAD")
-        changes = _run_git("status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{revision}+changes" if changes else revision
-
-
-def _run_git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
 
 
