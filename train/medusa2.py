@@ -118,6 +118,8 @@ class Medusa2Objective(Objective):
         self.head = head
         self.target = target
         self.joint, self.num_steps = config.joint, config.train.num_steps
+        assert config.joint.heads_only_steps is not None, "the run's settings fill it in"
+        self.first_step = config.joint.heads_only_steps  # the first joint one
         self.distilled = config.joint.target_loss is TargetLoss.self
         self.soft = config.head.labels is Labels.soft
         self.temperature = config.head.teacher_temperature
@@ -128,7 +130,7 @@ class Medusa2Objective(Objective):
         self.adapting = False
         self.own_parameter_groups = [
             ParameterGroup(list(head.heads.parameters()), rate=self.joint.heads_lr_multiplier),
-            ParameterGroup(list(head.adapter.parameters()), first_step=self._first_step),
+            ParameterGroup(list(head.adapter.parameters()), first_step=self.first_step),
         ]
         self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
@@ -138,7 +140,7 @@ class Medusa2Objective(Objective):
         for prefix, group in groups.items():
             settings |= collect_resume_settings(prefix, group)
         if self.joint.heads_schedule is HeadsSchedule.sine:
-            settings["joint steps"] = self.num_steps - self._first_step
+            settings["joint steps"] = self.num_steps - self.first_step
         if config.adapter.dropout:
             # Dropout is drawn once per micro batch.
             settings["train.micro_batch_size"] = config.train.micro_batch_size
@@ -147,17 +149,11 @@ class Medusa2Objective(Objective):
     def _build_term_weights(self, target: float, heads: float) -> Tensor:
         return torch.cat([torch.tensor([target]), heads * self.decays])
 
-    @property
-    def _first_step(self) -> int:
-        """Return the first joint step."""
-        assert self.joint.heads_only_steps is not None, "the run's settings fill it in"
-        return self.joint.heads_only_steps
-
     def start_step(self, step: int) -> Tensor:
         """Start an optimizer step; return the weights [1 + K] float32 of its terms."""
-        self.adapting = step >= self._first_step
-        joint_steps = self.num_steps - self._first_step
-        weight = compute_heads_weight(self.joint, step - self._first_step, joint_steps)
+        self.adapting = step >= self.first_step
+        joint_steps = self.num_steps - self.first_step
+        weight = compute_heads_weight(self.joint, step - self.first_step, joint_steps)
         return self._build_term_weights(float(self.adapting), weight)
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:

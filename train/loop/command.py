@@ -455,15 +455,14 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
             measured = "; its last evaluation failed, see above"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
     else:
-        print(f"stopped at step {outcome.step}; continue with train.resume=auto")  # noqa: T201
         head = out_dir / loop.STOPPED
         export = {"head.path": head, "format": "ENGINE", "out_dir": f"{out_dir}-stopped"}
-        typed_line = run_record.format_command("scripts/export.py", export)
         print(  # noqa: T201
+            f"stopped at step {outcome.step}; continue with train.resume=auto\n"
             f"the head so far lies in {head}; to export it (your engine in place of ENGINE):\n"
-            f"  {typed_line}"
+            f"  {run_record.format_command('scripts/export.py', export)}\n\n"
+            f"next, train on{format_resuming_command()}"
         )
-        print(f"\nnext, train on{format_resuming_command()}")  # noqa: T201
 
 
 def format_resuming_command() -> str:

@@ -328,10 +328,6 @@ class TrainingLoop:
             "the steps since the last checkpoint"
         )
 
-    def _sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum a tensor over all processes."""
-        return self.accelerator.reduce(value, reduction="sum")
-
     def optimizer_step(self) -> float:
         """Run one optimizer step and return its loss. The host waits for the device once."""
         with self.waiting.measure_wait():
@@ -362,7 +358,8 @@ class TrainingLoop:
         """
         counts = torch.stack([self.job.objective.compute_divisors(batch) for batch in batches])
         self._term_weights = self.job.objective.start_step(self.step)
-        totals = self._sum_over_processes(to_device(counts.sum(0).double(), self.device))
+        totals = to_device(counts.sum(0).double(), self.device)
+        totals = self.accelerator.reduce(totals, reduction="sum")
         # Strategies average gradients over the processes; the loss needs their sum.
         weights = to_device(self._term_weights, self.device)
         scale = self.world * weights / totals.clamp_min(1).float()
@@ -430,7 +427,8 @@ class TrainingLoop:
         losses[self.rank] = sums[:, 0].sum(1)
         own_figures = torch.tensor([num_tokens, self.stop_asked], dtype=torch.float64)
         parts = (to_device(own_figures, self.device), losses.flatten(), sums.sum(0).flatten())
-        packed = self._sum_over_processes(torch.cat([part.double() for part in parts]))
+        own = torch.cat([part.double() for part in parts])
+        packed = self.accelerator.reduce(own, reduction="sum")
         packed = torch.cat([packed, norm.double().view(1)]).to("cpu")
         (tokens, stop), all_losses, terms, (gathered_norm,) = packed.split(
             [2, losses.numel(), sums[0].numel(), 1]
