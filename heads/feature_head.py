@@ -10,13 +10,14 @@ Letters: F width of a hidden state, H hidden, V target vocabulary, W draft vocab
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
@@ -42,6 +43,28 @@ ALL_ORDERS = 3
 """Largest number of hidden states of which every order is tried."""
 ConfigVariants = Iterator[tuple[str, Any]]
 Head = TypeVar("Head", bound="FeatureHead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureArchitecture:
+    """Architecture of a head over hidden states.
+
+    Attributes:
+        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
+        target: Hub id or folder of the target.
+        target_hidden_size: width of one hidden state of the target.
+        layers: hidden states that the head reads, as indices of `output_hidden_states`; empty for
+            EAGLE's default of the attached target.
+        own_output_head: whether the head has an output head of its own.
+        own_embedding: whether the head has an embedding of its own.
+    """
+
+    llama: LlamaConfig
+    target: str
+    target_hidden_size: int
+    layers: tuple[int, ...] = ()
+    own_output_head: bool = False
+    own_embedding: bool = False
 
 
 class FeatureHead(DraftHead):
@@ -157,6 +180,13 @@ class FeatureHead(DraftHead):
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters."""
         return self.fc.weight.dtype
+
+    def list_copied_parts(self, start: str | None = "copy") -> list[str]:
+        """List the copies of the target's weights, with an output head that started by a way."""
+        words = {"frozen": "rows of its output head"}
+        words["copy"] = "an output head that started as rows of its own"
+        copied = [words[start]] if self.lm_head is not None and start in words else []
+        return copied + ([] if self.embed_tokens is None else ["its token embedding"])
 
     def collect_features(self, output: TargetOutput) -> Tensor:
         """Concatenate the hidden states [..., F] of a target pass, in the head's dtype."""

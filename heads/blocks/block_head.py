@@ -431,11 +431,6 @@ class BlockHead(FeatureHead):
         """Collect the facts of the head's model card: layers, hidden states and slots."""
         del provenance, acceptance
         config, problem = self.config, self.find_export_problem(ExportFormat.vllm)
-        copied = []
-        if self.lm_head is not None:
-            copied.append("an output head that started as rows of its own")
-        if self.embed_tokens is not None:
-            copied.append("its token embedding")
         return HeadFacts(
             tag=self.layout.speculators_method,
             name=f"{self.method} head",
@@ -451,7 +446,7 @@ class BlockHead(FeatureHead):
             num_draft_tokens=config.num_draft_tokens,
             vllm_method=None if problem else self.layout.vllm_method,
             vllm_problem=f"vLLM {problem}." if problem else "",
-            copied=copied,
+            copied=self.list_copied_parts(),
         )
 
 

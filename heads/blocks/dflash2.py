@@ -34,7 +34,7 @@ DEFAULT_SCALES = {
 """Values that leave embeddings and logits unscaled, by key of `config.json`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DFlash2HeadConfig(BlockHeadConfig):
     """Architecture of a DFlash-2 head.
 

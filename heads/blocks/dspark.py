@@ -23,7 +23,7 @@ from heads.vocab import DraftVocab
 CONFIDENCE, MARKOV = "confidence_head.proj.weight", "markov_head.markov_"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DSparkHeadConfig(BlockHeadConfig):
     """Architecture of a DSpark head.
 

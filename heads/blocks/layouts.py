@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig
 
 from conf.settings.export import ExportFormat
 from heads.draft_head import WEIGHTS, HeadFiles
@@ -26,6 +25,7 @@ from heads.export.writer import (
     format_dtype,
     format_engine_command,
 )
+from heads.feature_head import FeatureArchitecture
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -73,39 +73,27 @@ GGUF_KEYS = {
 """llama.cpp's keys by the keys of `config.json` with the same values."""
 
 
-@dataclass(frozen=True)
-class BlockHeadConfig:
+@dataclass(frozen=True, kw_only=True)
+class BlockHeadConfig(FeatureArchitecture):
     """Architecture of a block drafter.
 
     Attributes:
-        llama: sizes, RoPE and norms of the layers; `vocab_size` is the target's.
-        target: Hub id or folder of the target.
-        target_hidden_size: width of one hidden state of the target.
         num_target_layers: number of the target's decoder layers; 0 while unknown.
-        layers: hidden states that the head reads, as indices of `output_hidden_states`.
         block_size: number of rows of a block in training.
         mask_token_id: token id of rows whose token is unknown.
         sample_from_anchor: whether row j drafts the next token instead of its own.
         causal: whether a row sees no later rows of its block.
         window: number of tokens of text and block that a row sees; None for all.
         full_layers: layers whose rows see the whole text and block, despite `causal` and `window`.
-        own_output_head: whether the head has an output head of its own.
-        own_embedding: whether the head has an embedding of its own.
     """
 
-    llama: LlamaConfig
-    target: str
-    target_hidden_size: int
     num_target_layers: int
-    layers: tuple[int, ...]
     block_size: int
     mask_token_id: int
     sample_from_anchor: bool = False
     causal: bool = False
     window: int | None = None
     full_layers: tuple[int, ...] = ()
-    own_output_head: bool = False
-    own_embedding: bool = False
 
     @property
     def first_row(self) -> int:

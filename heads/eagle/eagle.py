@@ -328,7 +328,7 @@ class EagleHead(AutoregressiveHead):
             vllm_method=None if config.fc_bias else tag,
             vllm_problem=BIAS_PROBLEM,
             vllm_settings=self.vllm_settings,
-            copied=self._list_copied_parts(settings),
+            copied=self.list_copied_parts(settings.get("output_head")),
         )
 
     @property
@@ -356,13 +356,3 @@ class EagleHead(AutoregressiveHead):
         fused = f"{', '.join(most)} and {last}" if most else last
         counted = " (as `output_hidden_states` counts them)" if config.layers else ""
         return f"{size} on the target's hidden states {fused}{counted}, fused"
-
-    def _list_copied_parts(self, settings: dict[str, Any]) -> list[str]:
-        copied, start = [], settings.get("output_head")
-        if self.lm_head is not None and start == OutputHead.frozen.value:
-            copied.append("rows of its output head")
-        if self.lm_head is not None and start == OutputHead.copy.value:
-            copied.append("an output head that started as rows of its own")
-        if self.embed_tokens is not None:
-            copied.append("its token embedding")
-        return copied

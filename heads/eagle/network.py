@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, FeatureHeadConfig
-from heads.feature_head import FeatureHead
+from heads.feature_head import FeatureArchitecture, FeatureHead
 from heads.layers.branch_attention import BranchCache, branch_attention, build_causal_range
 from heads.layers.documents import Documents
 from heads.layers.llama import LlamaAttention, RmsNorm, make_llama_config
@@ -36,31 +36,19 @@ LAYER_NAMES = {EagleForm.eagle1: "layers.0.", EagleForm.eagle3: "midlayer."}
 EAGLE31_TITLE = "EAGLE-3.1 heads"
 
 
-@dataclass(frozen=True)
-class EagleHeadConfig:
+@dataclass(frozen=True, kw_only=True)
+class EagleHeadConfig(FeatureArchitecture):
     """Architecture of an EAGLE head.
 
     Attributes:
         form: EAGLE-1 or EAGLE-3.
-        llama: sizes, RoPE and norms of the layer; `vocab_size` is the target's.
-        target: Hub id or folder of the target.
-        target_hidden_size: width of one hidden state of the target.
-        layers: hidden states that the head fuses, as indices of `output_hidden_states`; empty for
-            the default of the attached target.
-        own_output_head: whether the head has an output head of its own.
-        own_embedding: whether the head has an embedding of its own.
         qk_norm: whether queries and keys are normalised, as in Qwen3.
         norm_before_fc: whether one norm covers all fused hidden states.
         fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.settings.eagle`.
     """
 
     form: EagleForm
-    llama: LlamaConfig
-    target: str
-    target_hidden_size: int
-    layers: tuple[int, ...] = ()
     own_output_head: bool = True
-    own_embedding: bool = False
     qk_norm: bool = False
     norm_before_fc: bool = False
     fc_bias: bool = False

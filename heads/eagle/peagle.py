@@ -70,7 +70,7 @@ It stores the new ones and returns all keys and values of that layer, [T, S, K, 
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PEagleHeadConfig(EagleHeadConfig):
     """Architecture of a P-EAGLE head.
 

@@ -120,7 +120,9 @@ def change(
 def test_every_layout_loads(tmp_path, target, write, flags: dict[str, Any]) -> None:
     head = load_head(str(write(tmp_path / "head")))
     form = EagleForm.eagle1 if "eagle1" in write.__name__ else EagleForm.eagle3
-    config = EagleHeadConfig(form, head.config.llama, "unknown", 64)
+    config = EagleHeadConfig(
+        form=form, llama=head.config.llama, target="unknown", target_hidden_size=64
+    )
     assert vars(head.config) == vars(config) | flags
     assert head.config.llama.attention_bias == (write is layouts.eagle1_qwen2)
     ids = range(96) if form is EagleForm.eagle1 else range(1, 96, 4)
