@@ -25,14 +25,13 @@ from eval.decode.drafters.lookup import (
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
-from heads.blocks.block_head import BlockHead
-from heads.blocks.drafter import BlockDrafter
+from heads.blocks.block_head import BlockDrafter, BlockHead
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.eagle.peagle import PEagleDrafter, PEagleHead
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.model import Target, TargetOutput

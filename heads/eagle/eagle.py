@@ -27,7 +27,6 @@ from heads.draft_head import (
     get_head_settings,
 )
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.layouts import (
     LAYOUTS,
     TITLES,
@@ -43,6 +42,7 @@ from heads.eagle.network import (
     LAYER_NAMES,
     AutoregressiveHead,
     ContextStates,
+    EagleDrafter,
     EagleHeadConfig,
     EagleLayer,
     build_eagle_config,

@@ -27,10 +27,15 @@ from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.head_drafter import Frontier
 from heads.draft_head import HeadFacts, HeadFiles, Variant
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
-from heads.eagle.drafter import EagleDrafter, find_last_rows
 from heads.eagle.eagle import EagleHead, iter_feature_variants
 from heads.eagle.layouts import LAYOUTS
-from heads.eagle.network import EagleHeadConfig, EagleLayer, build_eagle_config
+from heads.eagle.network import (
+    EagleDrafter,
+    EagleHeadConfig,
+    EagleLayer,
+    build_eagle_config,
+    find_last_rows,
+)
 from heads.feature_head import choose_mask_token, iter_mask_token_variants
 from heads.folders import find_head_weights, has_architecture, list_tensor_names
 from heads.layers.branch_attention import (

@@ -33,8 +33,7 @@ from heads.draft_head import (
     check_fits,
     get_head_settings,
 )
-from heads.eagle.drafter import EagleDrafter
-from heads.eagle.network import AutoregressiveHead
+from heads.eagle.network import AutoregressiveHead, EagleDrafter
 from heads.feature_head import ConfigVariants, flip_setting
 from heads.layers.branch_attention import BranchCache, branch_attention
 from heads.mtp import checkpoint

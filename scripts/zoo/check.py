@@ -51,8 +51,8 @@ from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
 from heads.devices import to_device
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
 from heads.target_model.model import Target

@@ -31,7 +31,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode_batch
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import DynamicShape, make_static_tree
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target
 from heads.target_model.model import Target

@@ -13,7 +13,7 @@ from toys import save_target, texts
 
 from conf.settings.export import ExportFormat
 from data.servers.serving_engines import DraftCounts
-from heads.blocks.drafter import BlockDrafter
+from heads.blocks.block_head import BlockDrafter
 from heads.decoding.drafting import Drafter
 from heads.draft_head import DraftHead
 from heads.eagle.peagle import PEagleDrafter

@@ -30,7 +30,7 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.load import load_config_and_tokenizer

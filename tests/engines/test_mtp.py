@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from toys import save_target, texts, trained
 
 from conf.settings.eagle import MtpConfig
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.kinds import load_head
 from heads.mtp.mtp import MtpHead, build_mtp_config
 from heads.mtp.stitch import stitch_layer

@@ -24,8 +24,8 @@ from eval.measure.results import export_results
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target

@@ -24,7 +24,7 @@ from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import render_first_turns
 from heads.decoding.sampling import Sampling, drafter_seeds
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from tests.conf.command.test_following import pasted

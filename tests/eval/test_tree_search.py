@@ -36,10 +36,10 @@ from eval.tune.tree_acceptance import (
     build_widest_tree,
     compute_node_values,
 )
-from heads.blocks.drafter import BlockDrafter
+from heads.blocks.block_head import BlockDrafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.eagle.peagle import PEagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target

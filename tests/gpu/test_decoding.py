@@ -21,8 +21,8 @@ from eval.measure.replay import replay_response
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.check import check_target_support
 from heads.target_model.model import Target

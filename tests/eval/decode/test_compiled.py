@@ -14,8 +14,8 @@ from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab

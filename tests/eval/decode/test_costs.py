@@ -16,8 +16,8 @@ from eval.decode.engine import NoDraft, decode
 from heads.decoding.cache import compute_capacity
 from heads.decoding.drafting import Drafter
 from heads.decoding.tree import Tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target

@@ -12,8 +12,8 @@ from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.layers import branch_attention
 from heads.layers.branch_attention import BranchCache, CausalRange
 from heads.target_model.model import Target, TargetOutput

@@ -19,7 +19,7 @@ from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import replay_response
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 
 PROMPTS = [[90, 17, 240, 8, 77, 123, 61], [105, 17], [61, 23, 77, 8, 40, 17, 5] * 2]
 READ_BY = {

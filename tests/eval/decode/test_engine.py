@@ -18,8 +18,8 @@ from eval.measure.replay import (
 from heads.decoding.drafting import CommittedTokens, Draft, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab

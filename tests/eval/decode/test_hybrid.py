@@ -13,7 +13,7 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DynamicShape, Tree, make_static_tree
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import FeatureLayers, Target
 

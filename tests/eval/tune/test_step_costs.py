@@ -27,7 +27,7 @@ from eval.tune.batch_size_advice import (
 from eval.tune.step_costs import NUM_PLAIN, CostCurve, load_cost_curve, measure_step_costs
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
 
 PROMPT = [5, 6, 7, 8]

@@ -20,8 +20,8 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay_response
 from heads.decoding.tree import Tree
-from heads.eagle.drafter import EagleDrafter
 from heads.eagle.eagle import EagleHead
+from heads.eagle.network import EagleDrafter
 from heads.export.writer import compute_reference_tensors
 from heads.kinds import load_head
 from heads.layers.fast_linear import make_low_rank_target

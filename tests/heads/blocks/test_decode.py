@@ -19,7 +19,7 @@ from feature_heads import (
 from torch import Tensor
 from toys import packed
 
-from heads.blocks.drafter import BlockDrafter
+from heads.blocks.block_head import BlockDrafter
 from heads.decoding.drafting import Roots
 from heads.decoding.tree import DynamicShape
 from train.batch.batch import STEP_TARGETS

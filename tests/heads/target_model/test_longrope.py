@@ -9,7 +9,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from eval.measure.replay import replay_drafter, replay_response
 from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.drafter import EagleDrafter
+from heads.eagle.network import EagleDrafter
 from heads.layers.documents import Documents
 from heads.medusa import MedusaDrafter
 from heads.target_model.check import check_target_support
