@@ -93,13 +93,13 @@ from heads.target_model.architecture import (
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
+    RemoteTarget,
     load_config_and_tokenizer,
     load_generation_config,
     load_target,
     resolve_dtype,
 )
 from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import RemoteTarget
 from train.loop import evaluation
 from train.loop.evaluation import select_heldout_prompts
 from train.loop.sources import find_longest_document

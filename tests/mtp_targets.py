@@ -14,8 +14,8 @@ from toys import endless_target, tokenizer
 
 from heads.mtp.checkpoint import split_experts
 from heads.mtp.mtp import MtpHead, build_mtp_config
+from heads.target_model.load import find_final_norm
 from heads.target_model.model import Target
-from heads.target_model.remote import find_final_norm
 from heads.target_model.weight_files import load_tensor_table
 from heads.vocab import DraftVocab
 

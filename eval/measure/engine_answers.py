@@ -26,8 +26,8 @@ from data.servers.state_files import RelayFiles, StateFiles
 from eval.decode.generation_config import StopRules
 from eval.measure.target_answers import AnswerWithStates
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.load import RemoteTarget, load_early_layers
 from heads.target_model.model import FeatureLayers, TargetOutput
-from heads.target_model.remote import RemoteTarget, load_early_layers
 
 EarlyState = Callable[[list[int]], Tensor]
 """Function from token ids to a hidden state [S, D]."""

@@ -58,9 +58,8 @@ from heads.target_model.identity import (
     identify_target,
 )
 from heads.target_model.kernels import kernel_notice
-from heads.target_model.load import load_target
+from heads.target_model.load import RemoteTarget, load_target
 from heads.target_model.model import Target
-from heads.target_model.remote import RemoteTarget
 
 Item = TypeVar("Item")
 STATED_SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")

@@ -31,8 +31,8 @@ from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
 from eval import serve
 from eval.measure.target_answers import generate_greedy_answers
+from heads.target_model.load import find_final_norm, load_remote
 from heads.target_model.model import FeatureLayers
-from heads.target_model.remote import find_final_norm, load_remote
 from tests.train.loop.test_served import LAYERS
 from tests.train.loop.test_served import trained as heads_trained
 

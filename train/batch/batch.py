@@ -20,8 +20,8 @@ from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.features.store_reader import dequantize_batch
 from heads.layers.documents import Documents
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
+from heads.target_model.load import RemoteTarget
 from heads.target_model.model import FeatureLayers, Target, TargetOutput
-from heads.target_model.remote import RemoteTarget
 
 DOCUMENTS, SUPERVISION, STEP_TARGETS = "documents", "supervision", "unrolled"
 NOISE_SEEDS = "noise_seeds"

@@ -55,9 +55,8 @@ from eval.measure.engine_answers import EngineAnswerSource, build_request_settin
 from eval.measure.target_answers import LocalAnswerSource
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import TargetIdentity, identify_target
-from heads.target_model.load import load_config_and_tokenizer, load_target
+from heads.target_model.load import RemoteTarget, load_config_and_tokenizer, load_target
 from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import RemoteTarget
 from train.loop.evaluation import (
     Replay,
     make_heldout_replay,

@@ -14,9 +14,8 @@ from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
 from data.servers import http_client as endpoint
 from eval.measure.engine_answers import open_states_pool
-from heads.target_model.load import load_target
+from heads.target_model.load import RemoteTarget, load_early_layers, load_target
 from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import RemoteTarget, load_early_layers
 from scripts.zoo.tiny_targets import make_tiny_target
 from tests.servers import EngineServer, serving
 

@@ -33,8 +33,8 @@ from heads.target_model.decoder import (
     find_decoder,
     find_decoder_layers,
 )
+from heads.target_model.load import find_final_norm, load_remote
 from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import find_final_norm, load_remote
 from heads.vocab import DraftVocab
 from scripts.capture import choose_contents
 

@@ -21,9 +21,8 @@ from heads.folders import check_target_files
 from heads.gguf_target import load_gguf_target
 from heads.target_model import dequantise
 from heads.target_model.identity import TargetIdentity, identify_target
-from heads.target_model.load import load_generation_config, load_target
+from heads.target_model.load import RemoteTarget, load_generation_config, load_target
 from heads.target_model.model import Target
-from heads.target_model.remote import RemoteTarget
 
 CPU = torch.device("cpu")
 IDS = torch.randint(4, 300, (1, 40), generator=torch.Generator().manual_seed(0))

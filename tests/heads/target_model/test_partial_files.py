@@ -21,7 +21,7 @@ import torch
 from toys import random_model
 
 from conf.settings.target import Dtype, TargetConfig
-from heads.target_model.remote import load_early_layers, load_remote
+from heads.target_model.load import load_early_layers, load_remote
 
 config, cpu = TargetConfig(path="me/toy", dtype=Dtype.float32), torch.device("cpu")
 bare, whole = load_remote(config, cpu), random_model(num_hidden_layers=6)

@@ -23,13 +23,13 @@ from heads.decoding.sampling import Sampling
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.language_model import find_language_class
 from heads.target_model.load import (
+    RemoteTarget,
     load_config,
     load_config_and_tokenizer,
     load_target,
     load_target_tokenizer,
 )
 from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import RemoteTarget
 from scripts import export, merge_adapter
 from tests.conf.command.test_entry import command
 

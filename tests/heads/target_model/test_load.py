@@ -11,8 +11,8 @@ from toys import FAMILIES, random_model
 from conf.errors import InputError
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.target_model.decoder import find_decoder
+from heads.target_model.load import find_final_norm, load_remote
 from heads.target_model.model import FeatureLayers, Target
-from heads.target_model.remote import find_final_norm, load_remote
 
 CPU = torch.device("cpu")
 
