@@ -21,8 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from conf.errors import InputError
-from heads.decoding.drafting import PAD, Drafter
-from heads.decoding.head_drafter import FeatureDrafter
+from heads.decoding.drafting import PAD, Drafter, FeatureDrafter
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DraftShape, DynamicShape
 from heads.draft_head import UNKNOWN, DraftHead

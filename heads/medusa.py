@@ -24,8 +24,7 @@ from torch.nn import functional
 from conf.errors import InputError
 from conf.settings.export import ExportFormat
 from conf.settings.medusa import MedusaConfig
-from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
-from heads.decoding.head_drafter import HeadDrafter
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, HeadDrafter, Roots
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, Tree
 from heads.draft_head import DraftHead, ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, Variant

@@ -31,8 +31,7 @@ from eval.parity import readers
 from eval.parity.parity_check import check_parity
 from eval.preflight_checks import list_methods
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import CommittedTokens, Drafter, Roots
-from heads.decoding.head_drafter import HeadDrafter
+from heads.decoding.drafting import CommittedTokens, Drafter, HeadDrafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
 from heads.draft_head import WEIGHTS, DraftHead

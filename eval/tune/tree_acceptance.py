@@ -17,8 +17,7 @@ from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
-from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
-from heads.decoding.head_drafter import FeatureDrafter
+from heads.decoding.drafting import CommittedTokens, Draft, Drafter, FeatureDrafter, Roots
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
 

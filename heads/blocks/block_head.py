@@ -39,8 +39,7 @@ from heads.blocks.layouts import (
     find_export_problem,
     format_serve_command,
 )
-from heads.decoding.drafting import CommittedTokens, Roots
-from heads.decoding.head_drafter import FeatureDrafter, Frontier
+from heads.decoding.drafting import CommittedTokens, FeatureDrafter, Frontier, Roots
 from heads.draft_head import ExportPlan, HeadFacts, HeadFiles, ReferenceLogits, check_fits
 from heads.feature_head import (
     ConfigVariants,

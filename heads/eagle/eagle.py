@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, FeatureHeadConfig, OutputHead
 from conf.settings.export import ExportFormat
-from heads.decoding.head_drafter import FeatureDrafter
+from heads.decoding.drafting import FeatureDrafter
 from heads.draft_head import (
     ExportPlan,
     HeadFacts,

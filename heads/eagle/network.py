@@ -22,8 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, FeatureHeadConfig
 from heads.decoding.cache import round_up_slots
-from heads.decoding.drafting import CommittedTokens, Roots
-from heads.decoding.head_drafter import FeatureDrafter, Frontier
+from heads.decoding.drafting import CommittedTokens, FeatureDrafter, Frontier, Roots
 from heads.devices import to_device
 from heads.feature_head import FeatureArchitecture, FeatureHead
 from heads.layers.branch_attention import (

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from conf.errors import InputError
 from conf.settings.eagle import EagleForm, PEagleConfig
 from conf.settings.export import ExportFormat
-from heads.decoding.drafting import CommittedTokens, Roots
-from heads.decoding.head_drafter import Frontier
+from heads.decoding.drafting import CommittedTokens, Frontier, Roots
 from heads.draft_head import HeadFacts, HeadFiles, Variant
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
 from heads.eagle.eagle import EagleHead, iter_feature_variants

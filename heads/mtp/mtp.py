@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from conf.errors import InputError
 from conf.settings.eagle import MtpConfig
 from conf.settings.export import ExportFormat
-from heads.decoding.head_drafter import FeatureDrafter
+from heads.decoding.drafting import FeatureDrafter
 from heads.draft_head import (
     ExportPlan,
     HeadFacts,

@@ -6,8 +6,7 @@ from torch import nn
 
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat
-from heads.decoding.drafting import Draft
-from heads.decoding.head_drafter import HeadDrafter
+from heads.decoding.drafting import Draft, HeadDrafter
 from heads.draft_head import DraftHead, ExportPlan, HeadFacts, ReferenceLogits, Variant
 from heads.target_model.model import FeatureLayers
 

@@ -9,7 +9,7 @@ from toys import accept, eagle_head, random_target, texts
 
 from conf.settings.eagle import EagleForm
 from eval.decode.engine import decode_batch
-from heads.decoding.head_drafter import ChainSampler
+from heads.decoding.drafting import ChainSampler
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.vocab import DraftVocab
