@@ -7,7 +7,7 @@ import torch
 from toys import CHATML, SMALL, tokenizer
 from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig
 
-from heads.target_model.language_model import skip_missing_towers
+from heads.target_model.decoder import skip_missing_towers
 
 TEXT = SMALL | {"vocab_size": 300, "num_hidden_layers": 4}
 TOWER = {

@@ -35,7 +35,7 @@ from conf.settings.target import TargetConfig
 from heads.folders import write_folder
 from heads.gguf_target import ROPE_FACTORS, GgufTarget, load_gguf_target
 from heads.target_model.architecture import count_layers, find_rope
-from heads.target_model.language_model import find_language_class
+from heads.target_model.decoder import find_language_class
 from heads.target_model.weight_files import check_complete, compute_checksum, report_target_errors
 
 FORMAT = 1

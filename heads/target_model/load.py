@@ -27,10 +27,14 @@ from conf.settings.target import Dtype, Quantization, TargetConfig
 from heads.devices import warn_if_slow
 from heads.target_model.adapter import apply_adapter
 from heads.target_model.check import check_support_once
-from heads.target_model.decoder import find_decoder, find_decoder_layers, record_hidden_state
+from heads.target_model.decoder import (
+    find_decoder,
+    find_decoder_layers,
+    find_language_class,
+    record_hidden_state,
+)
 from heads.target_model.dequantise import load_config_file, resolve_target_folder
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.language_model import find_language_class
 from heads.target_model.model import Target
 from heads.target_model.weight_files import (
     can_read_quantization,

@@ -20,8 +20,8 @@ from conf.settings.target import TargetConfig
 from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.hf_generate import hf_generate
 from heads.decoding.sampling import Sampling
+from heads.target_model.decoder import find_language_class
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.language_model import find_language_class
 from heads.target_model.load import (
     RemoteTarget,
     load_config,
