@@ -45,18 +45,6 @@ class GgufTarget:
         self.file = folder / name
         self.content = GgufFile(self.file, key)
         self.architecture = str(self.get_metadata("general.architecture"))
-        self._check_is_target(key)
-
-    def get_metadata(self, key: str) -> Any:
-        """Get a metadata value by its key; None if missing."""
-        value = self.content.metadata.get(key)
-        return None if value is None else value.content
-
-    def get_arch_metadata(self, key: str) -> Any:
-        """Get a metadata value of the architecture by its key; None if missing."""
-        return self.get_metadata(f"{self.architecture}.{key}")
-
-    def _check_is_target(self, key: str) -> None:
         if self.architecture in DRAFT_HEADS:
             raise InputError(
                 f"{self.label}: a draft head ({self.architecture}), not a target; name it as "
@@ -73,11 +61,20 @@ class GgufTarget:
                 f"llama-gguf-split --merge FIRST_PART WHOLE.gguf, and set {key}=WHOLE.gguf"
             )
         size = self.file.stat().st_size
-        for name, tensor in self.tensor_table.items():
+        for each, tensor in self.tensor_table.items():
             if tensor["data_offsets"][1] > size:
                 raise InputError(
-                    f"{self.label}: cut off, as {name} lies beyond its end; download it again"
+                    f"{self.label}: cut off, as {each} lies beyond its end; download it again"
                 )
+
+    def get_metadata(self, key: str) -> Any:
+        """Get a metadata value by its key; None if missing."""
+        value = self.content.metadata.get(key)
+        return None if value is None else value.content
+
+    def get_arch_metadata(self, key: str) -> Any:
+        """Get a metadata value of the architecture by its key; None if missing."""
+        return self.get_metadata(f"{self.architecture}.{key}")
 
     @cached_property
     def tensor_table(self) -> dict[str, dict[str, Any]]:

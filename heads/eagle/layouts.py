@@ -93,8 +93,6 @@ class EagleLayout:
         layer_offset: the engine's layer ids minus those of `output_hidden_states`; None if the
             engine always reads 2, L/2 and L-3.
         min_layers: least number of hidden states that the engine fuses.
-        num_layers: number of hidden states that the engine fuses; None for any.
-        any_order: whether the engine takes hidden states in the head's order.
         zero_fc_bias: whether the engine builds `fc` with a bias. A head without one gets a bias of
             zero.
         needs_embedding: whether the file must hold `embed_tokens.weight`, even the target's.
@@ -109,7 +107,8 @@ class EagleLayout:
         old_rope: whether RoPE may only be scaled linearly, with a theta of 10000, and the head size
             must be hidden / heads.
         unread_rope: RoPE settings that the engine does not read.
-        gguf: whether the layout is a GGUF file, which has its own RoPE keys.
+        gguf: whether the layout is a GGUF file, which has its own RoPE keys, and three hidden
+            states in the head's order.
         speculators_method: name of the kind of head in speculators.
     """
 
@@ -118,8 +117,6 @@ class EagleLayout:
     layer_prefix: str = "midlayer."
     layer_offset: int | None = 0
     min_layers: int = 1
-    num_layers: int | None = None
-    any_order: bool = False
     zero_fc_bias: bool = False
     needs_embedding: bool = False
     prefers_own_embedding: bool = True
@@ -201,8 +198,6 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
         EagleForm.eagle3: EagleLayout(
             "eagle3",
             ("norm_before_fc", "norm_before_residual"),
-            num_layers=3,
-            any_order=True,
             t2d=False,
             gguf=True,
         ),
@@ -243,14 +238,14 @@ def _find_part_problem(head: "EagleHead", layout: EagleLayout) -> str | None:
 
 
 def _find_order_problem(layers: Sequence[int], layout: EagleLayout) -> str | None:
-    if not layout.any_order and list(layers) != sorted(set(layers)):
+    if not layout.gguf and list(layers) != sorted(set(layers)):
         return f"fuses hidden states in rising order, and this head reads {list(layers)}"
     if 0 < len(layers) < layout.min_layers:
         return (
             f"fuses at least {layout.min_layers} hidden states, and this head reads {list(layers)}"
         )
-    if layers and layout.num_layers not in (None, len(layers)):
-        return f"fuses {layout.num_layers} hidden states, and this head reads {list(layers)}"
+    if layout.gguf and len(layers) not in (0, 3):
+        return f"fuses 3 hidden states, and this head reads {list(layers)}"
     return None
 
 
