@@ -102,7 +102,13 @@ class BlockCheckpoint(HeadCheckpoint):
             InputError: a needed key is missing, or a value is not implemented.
         """
         settings = self.settings
-        llama, window = self.parse_llama_config(), self._parse_window()
+        llama, kinds, window = self.parse_llama_config(), settings.get("layer_types", []), None
+        if settings.get("use_swa", False) or SLIDING in kinds:
+            window = settings.get("swa_window_size", settings.get("sliding_window"))
+            if not isinstance(window, int):
+                raise self.make_error(
+                    "config.json asks for a sliding window, but has no sliding_window"
+                )
         width = settings.get("target_hidden_size", llama.hidden_size)
         selected, full_layers = self._parse_layers(layers, width), self._find_full_layers(window)
         return BlockHeadConfig(
@@ -132,31 +138,13 @@ class BlockCheckpoint(HeadCheckpoint):
             raise self.make_error(f"config.json has {value!r} for {key}: must be a whole number")
         return value
 
-    def _parse_window(self) -> int | None:
-        """Return the number of tokens that layers with a window see; None without a window.
-
-        Raises:
-            InputError: the window has no size.
-        """
-        if not (self.settings.get("use_swa", False) or SLIDING in self._get_layer_types()):
-            return None
-        size = self.settings.get("swa_window_size", self.settings.get("sliding_window"))
-        if not isinstance(size, int):
-            raise self.make_error(
-                "config.json asks for a sliding window, but has no sliding_window"
-            )
-        return size
-
-    def _get_layer_types(self) -> list[str]:
-        return self.settings.get("layer_types", [])
-
     def _find_full_layers(self, window: int | None) -> tuple[int, ...]:
         """Return the indices of layers without a window, if other layers have one.
 
         Raises:
             InputError: kinds of layers are unknown, or their number is not that of the layers.
         """
-        kinds, number = self._get_layer_types(), self.settings["num_hidden_layers"]
+        kinds, number = self.settings.get("layer_types", []), self.settings["num_hidden_layers"]
         if not set(kinds) <= {SLIDING, FULL} or len(kinds) not in (0, number):
             raise self.make_error(
                 f"config.json says layer_types {kinds}: must be {number} of {SLIDING} and {FULL}"
@@ -181,7 +169,7 @@ class BlockCheckpoint(HeadCheckpoint):
                 "config.json says that rows are causal in all layers, but layers "
                 f"{list(full_layers)} see all of the text; must be false or unset"
             )
-        return SLIDING in self._get_layer_types() if stated is None else bool(stated)
+        return SLIDING in settings.get("layer_types", []) if stated is None else bool(stated)
 
     def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         settings = self.settings

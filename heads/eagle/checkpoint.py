@@ -110,7 +110,13 @@ class EagleCheckpoint(HeadCheckpoint):
                     "an EAGLE-1 head reads the last hidden state: leave head.layers unset"
                 )
             return EagleHeadConfig(**fields)
-        target_width = self._parse_target_width()
+        target_width = settings.get("target_hidden_size", llama.hidden_size)
+        missing = {EMBEDDING, OUTPUT_HEAD} - set(tensors)
+        if target_width != llama.hidden_size and missing:
+            raise self.make_error(
+                f"{sorted(missing)} missing, and the target's do not fit: "
+                f"target_hidden_size={target_width}, hidden_size={llama.hidden_size}"
+            )
         # TensorRT-LLM's name for `norm_output`.
         post_norm = settings.get("return_hidden_post_norm", False)
         eagle3_fields = {
@@ -139,17 +145,6 @@ class EagleCheckpoint(HeadCheckpoint):
                 raise self.make_error(
                     f"config.json says {key}={settings[key]}, but the file {verb} {name}"
                 )
-
-    def _parse_target_width(self) -> int:
-        hidden = self.settings["hidden_size"]
-        width = self.settings.get("target_hidden_size", hidden)
-        missing = {EMBEDDING, OUTPUT_HEAD} - set(self.tensors)
-        if width != hidden and missing:
-            raise self.make_error(
-                f"{sorted(missing)} missing, and the target's do not fit: "
-                f"target_hidden_size={width}, hidden_size={hidden}"
-            )
-        return width
 
     def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         # Engines count layers in several ways, and some name none.
