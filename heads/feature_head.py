@@ -303,18 +303,13 @@ def iter_order_variants(head: Any) -> ConfigVariants:
     orders = permutations(rising) if len(rising) <= ALL_ORDERS else usual_orders
     for order in dict.fromkeys(orders):
         if order != stated:
-            yield f"features in the order {list(order)}", _reorder_features(head, order)
-
-
-def _reorder_features(head: Any, order: Sequence[int]) -> Any:
-    """Make a variant whose fused part j is hidden state `order[j]`, with layers in rising order."""
-    places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
-    tensors = {name: reorder_parts(state[name], places) for name in FUSED if name in state}
-    for place, old in enumerate(places):
-        name = f"fc_norm.{old}.weight"
-        if name in state:
-            tensors[f"fc_norm.{place}.weight"] = state[name]
-    return make_config_variant(head, tensors=tensors, layers=tuple(sorted(order)))
+            # The fused part j is hidden state `order[j]`; the variant's layers are in rising order.
+            places, state = sorted(range(len(order)), key=order.__getitem__), head.state_dict()
+            tensors = {name: reorder_parts(state[name], places) for name in FUSED if name in state}
+            norms = [(f"fc_norm.{old}.weight", place) for place, old in enumerate(places)]
+            tensors |= {f"fc_norm.{n}.weight": state[old] for old, n in norms if old in state}
+            variant = make_config_variant(head, tensors=tensors, layers=tuple(sorted(order)))
+            yield f"features in the order {list(order)}", variant
 
 
 def reorder_parts(tensor: Tensor, places: Sequence[int]) -> Tensor:

@@ -172,21 +172,17 @@ class DocumentPass:
         self.runs: dict[torch.device, Any] = {}
         self._placed: dict[tuple[torch.device, int | None], Documents] = {}
 
-    def place_documents(self, device: torch.device, layer: int | None = None) -> Documents:
-        """Copy the documents of a layer to a device, once; chunks count as documents."""
-        chunk = None if layer is None else self.chunks.get(layer)
-        if (device, chunk) not in self._placed:
-            documents = self.documents if chunk is None else self.documents.split_documents(chunk)
-            self._placed[device, chunk] = documents.to_device(device)
-        return self._placed[device, chunk]
-
     def attend(
         self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule
     ) -> Tensor:
         """Attend inside documents. See `AttentionPass`."""
         q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
         kernel = _choose_kernel(q, v, scores)
-        documents = self.place_documents(query.device, layer)
+        place = query.device, None if layer is None else self.chunks.get(layer)
+        if place not in self._placed:  # chunks count as documents
+            cut = self.documents.split_documents(place[1]) if place[1] else self.documents
+            self._placed[place] = cut.to_device(query.device)
+        documents = self._placed[place]
         self.calls.append((scores.window, kernel))
         if kernel is not FLASH:
             output = attend_by_document(q, k, v, documents, scores)

@@ -133,13 +133,11 @@ def _load_config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
 
 
 def _check_readable(gguf: GgufTarget) -> None:
-    def normalise_name(name: str) -> str:
-        return name.replace("-", "").replace("_", "")
-
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     known = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
-    if normalise_name(gguf.architecture) not in {normalise_name(name) for name in known}:
+    names = [re.sub("[-_]", "", name) for name in (gguf.architecture, *known)]
+    if names[0] not in names[1:]:
         raise InputError(
             f"{gguf.label}: transformers cannot dequantise architecture {gguf.architecture}; "
             f"allowed: {', '.join(sorted(known))}. Name the original model"
