@@ -409,16 +409,12 @@ def build_engine_files(head: MedusaHead, engine: ExportFormat) -> HeadFiles:
         return HeadFiles(settings, MEDUSA_WEIGHTS, files.tensors)
     # vLLM's own names, as older versions do not know the authors'.
     settings["architectures"] = architectures
-    return HeadFiles(settings, VLLM_WEIGHTS, _rename_tensors(files.tensors))
-
-
-def _rename_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
-    for name, tensor in tensors.items():
+    for name, tensor in files.tensors.items():
         k, layer, *rest = name.split(".")
         block = f"blocks.{k}.layers.{layer}.{rest[-1]}"
         renamed[block if rest[0] == "linear" else f"lm_heads.{k}.weight"] = tensor
-    return renamed
+    return HeadFiles(settings, VLLM_WEIGHTS, renamed)
 
 
 def format_serve_command(head: MedusaHead, engine: ExportFormat, folder: str) -> str:

@@ -353,7 +353,10 @@ def compute_reference_tensors(
     # A block has one row more than draft tokens.
     places = torch.linspace(0, max_positions - depth - 2, num_rows, dtype=torch.float64).long()
     reference = head.compute_reference_logits(target, states, token_ids, places)
-    ids = _choose_ids(reference.logits)
+    ids = torch.arange(size := reference.logits.shape[-1])
+    if size > MOST_IDS:
+        spread = torch.linspace(0, size - 1, SPREAD, dtype=torch.float64).long()
+        ids = torch.cat([reference.logits.topk(LIKELIEST).indices.flatten(), spread]).unique()
     tensors = {"token_ids": token_ids[1:], "position_ids": places, "ids": ids}
     # All states for a head that fuses some, so that a wrong layer is noticed.
     first = 0 if head.taps.layers else len(states) - 2
@@ -404,12 +407,3 @@ def _collect_hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     for block in reversed(target.decoder_layers):
         states.append(inputs[block] if block in inputs else states[-1].clone())
     return [each[0].cpu() for each in reversed(states)]
-
-
-def _choose_ids(logits: Tensor) -> Tensor:
-    """Choose rising ids [R] int64 of logits [D, S, V]: all, or the likeliest and some others."""
-    size = logits.shape[-1]
-    if size <= MOST_IDS:
-        return torch.arange(size)
-    spread = torch.linspace(0, size - 1, SPREAD, dtype=torch.float64).long()
-    return torch.cat([logits.topk(LIKELIEST).indices.flatten(), spread]).unique()

@@ -371,9 +371,10 @@ def attend_backward(
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         wanted = [True, True, True, False]
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        return kernel(
-            grad, *text, bias, output, _pad_to_tiles(log_norm), unused, unused, 0.0, wanted
-        )[:3]
+        # CUDA's kernel reads whole tiles of queries.
+        padding = -log_norm.shape[2] % LOG_NORM_MULTIPLE
+        norms = functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
+        return kernel(grad, *text, bias, output, norms, unused, unused, 0.0, wanted)[:3]
     if is_on_cpu(query):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, *text, output, log_norm, 0.0, False, attn_mask=bias)
@@ -404,12 +405,6 @@ def _fits_efficient(query: Tensor) -> bool:
     """Tell whether CUDA's memory-efficient kernel accepts the queries."""
     aligned = query.shape[-1] * query.element_size() % ALIGNED_BYTES == 0
     return query.is_cuda and aligned and query.dtype in EFFICIENT_DTYPES
-
-
-def _pad_to_tiles(log_norm: Tensor) -> Tensor:
-    """Pad a logsumexp [B, H, M] to whole tiles of queries, which CUDA's kernel reads."""
-    padding = -log_norm.shape[2] % LOG_NORM_MULTIPLE
-    return functional.pad(log_norm, (0, padding), value=torch.inf) if padding else log_norm
 
 
 def _compute_scores(query: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:

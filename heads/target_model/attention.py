@@ -177,7 +177,9 @@ class DocumentPass:
     ) -> Tensor:
         """Attend inside documents. See `AttentionPass`."""
         q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-        kernel = _choose_kernel(q, v, scores)
+        kernel = FUSED if scores.is_plain else PLAIN
+        if scores.cap is None and q.shape[-1] == v.shape[-1] and can_use_flash(q):
+            kernel = FLASH
         place = query.device, None if layer is None else self.chunks.get(layer)
         if place not in self._placed:  # chunks count as documents
             cut = self.documents.split_documents(place[1]) if place[1] else self.documents
@@ -191,13 +193,6 @@ class DocumentPass:
         else:
             output, _ = flash_attention(q, k, v, documents, scores.window, scores.scale)
         return output.unflatten(0, (len(query), -1))
-
-
-def _choose_kernel(query: Tensor, values: Tensor, scores: ScoreRule) -> str:
-    same_size = query.shape[-1] == values.shape[-1]
-    if scores.cap is None and same_size and can_use_flash(query):
-        return FLASH
-    return FUSED if scores.is_plain else PLAIN
 
 
 class SinkFlash(torch.autograd.Function):

@@ -105,7 +105,12 @@ class _TextOnly:
     def post_init(self: Any) -> None:
         """Drop towers before weights are read, tied or placed."""
         decoder = self.get_decoder()
-        dropped = _drop_inside(decoder)
+        dropped: list[str] = []
+        for module in list(decoder.modules()):  # towers among the layers, as in Phi-4-multimodal
+            for name, child in list(module.named_children()):
+                if isinstance(child, PreTrainedModel) and "text" not in child.input_modalities:
+                    delattr(module, name)
+                    dropped.append(name)
         if self.config.get_text_config() is not self.config:
             dropped += _drop_beside(self, decoder, self.get_output_embeddings())
         # Otherwise transformers lists each of their weights as unused.
@@ -148,17 +153,6 @@ def _drop_beside(model: nn.Module, decoder: nn.Module, head: nn.Module) -> list[
         elif not {decoder, head} & inside and not _serves_text(child):
             delattr(model, name)
             dropped.append(name)
-    return dropped
-
-
-def _drop_inside(decoder: nn.Module) -> list[str]:
-    """Drop towers among the layers of a decoder, as in Phi-4-multimodal."""
-    dropped = []
-    for module in list(decoder.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, PreTrainedModel) and "text" not in child.input_modalities:
-                delattr(module, name)
-                dropped.append(name)
     return dropped
 
 
