@@ -547,13 +547,12 @@ def build_block_config(
     )
 
 
-def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tuple[int, ...]:
+def default_layers(num_layers: int, number: int) -> tuple[int, ...]:
     """Return hidden states in even steps from the output of layer 1 to that of layer L - 3.
 
     Args:
         num_layers: number L of the target's layers.
         number: number of hidden states to read; duplicates are merged.
-        key: name of the unset setting in the message.
 
     Raises:
         InputError: the target has fewer than 4 layers.
@@ -562,8 +561,8 @@ def default_layers(num_layers: int, number: int, key: str = "head.layers") -> tu
     """
     if num_layers < 4:
         raise InputError(
-            f"{key} is unset: no default for a target of {num_layers} layers; set {key} to hidden "
-            f"states of 0..{num_layers}"
+            f"head.layers is unset: no default for a target of {num_layers} layers; set "
+            f"head.layers to hidden states of 0..{num_layers}"
         )
     if number == 1:
         return (num_layers // 2 + 1,)
