@@ -17,7 +17,7 @@ vocabulary.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +44,6 @@ from heads.export.writer import (
 )
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
 from heads.target_model.architecture import find_max_positions
-
-if TYPE_CHECKING:
-    from heads.eagle.eagle import EagleHead
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
 # Parts that the paper's head lacks, by field of `EagleHeadConfig`.
@@ -205,7 +202,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
 }
 
 
-def find_layout_problem(head: "EagleHead", layout: EagleLayout) -> str | None:
+def find_layout_problem(head: Any, layout: EagleLayout) -> str | None:
     """Find the reason why an engine with this layout cannot serve a head.
 
     Returns:
@@ -218,7 +215,7 @@ def find_layout_problem(head: "EagleHead", layout: EagleLayout) -> str | None:
     )
 
 
-def _find_part_problem(head: "EagleHead", layout: EagleLayout) -> str | None:
+def _find_part_problem(head: Any, layout: EagleLayout) -> str | None:
     config = head.config
     for part, words in PARTS.items():
         if getattr(config, part) and part not in layout.parts:
@@ -249,7 +246,7 @@ def _find_order_problem(layers: Sequence[int], layout: EagleLayout) -> str | Non
     return None
 
 
-def _find_rope_problem(head: "EagleHead", layout: EagleLayout) -> str | None:
+def _find_rope_problem(head: Any, layout: EagleLayout) -> str | None:
     llama = head.config.llama
     rope: dict = llama.rope_parameters
     for key in layout.unread_rope:
@@ -273,9 +270,7 @@ def _find_rope_problem(head: "EagleHead", layout: EagleLayout) -> str | None:
     return None
 
 
-def check_layers_and_embedding(
-    head: "EagleHead", engine: ExportFormat, layout: EagleLayout
-) -> None:
+def check_layers_and_embedding(head: Any, engine: ExportFormat, layout: EagleLayout) -> None:
     """Refuse an engine that would read other hidden states or another embedding than the head.
 
     Raises:
@@ -310,7 +305,7 @@ def check_layers_and_embedding(
         )
 
 
-def can_use_own_embedding(head: "EagleHead", layout: EagleLayout) -> bool:
+def can_use_own_embedding(head: Any, layout: EagleLayout) -> bool:
     """Tell whether an engine uses the head's own embedding."""
     return (
         layout.prefers_own_embedding
@@ -318,7 +313,7 @@ def can_use_own_embedding(head: "EagleHead", layout: EagleLayout) -> bool:
     )
 
 
-def build_engine_files(head: "EagleHead", engine: ExportFormat, layout: EagleLayout) -> HeadFiles:
+def build_engine_files(head: Any, engine: ExportFormat, layout: EagleLayout) -> HeadFiles:
     """Build the files of a head in the layout of an engine that can serve it.
 
     Raises:
@@ -334,7 +329,7 @@ def build_engine_files(head: "EagleHead", engine: ExportFormat, layout: EagleLay
     return HeadFiles(settings, WEIGHTS, tensors | added, sorted(added), list(head.config.layers))
 
 
-def _collect_engine_tensors(head: "EagleHead", layout: EagleLayout) -> dict[str, Tensor]:
+def _collect_engine_tensors(head: Any, layout: EagleLayout) -> dict[str, Tensor]:
     prefix = head.layer_prefix
     named = {
         layout.layer_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: each
@@ -349,7 +344,7 @@ def _collect_engine_tensors(head: "EagleHead", layout: EagleLayout) -> dict[str,
     return named
 
 
-def _make_added_tensors(head: "EagleHead", layout: EagleLayout) -> dict[str, Tensor]:
+def _make_added_tensors(head: Any, layout: EagleLayout) -> dict[str, Tensor]:
     """Make the tensors that the head lacks and the engine would initialise randomly."""
     added = {}
     if layout.needs_embedding and head.embed_tokens is None:
@@ -362,7 +357,7 @@ def _make_added_tensors(head: "EagleHead", layout: EagleLayout) -> dict[str, Ten
     return added
 
 
-def _build_config(head: "EagleHead", layout: EagleLayout, dtype: str) -> dict[str, Any]:
+def _build_config(head: Any, layout: EagleLayout, dtype: str) -> dict[str, Any]:
     """Build a Llama model's config with EAGLE's keys, each in every place where it is read."""
     config, eagle3 = head.config, head.config.form is EagleForm.eagle3
     settings = head.build_files().config
@@ -397,7 +392,7 @@ def _build_config(head: "EagleHead", layout: EagleLayout, dtype: str) -> dict[st
 
 
 def _build_speculators_config(
-    head: "EagleHead", flat: dict[str, Any], layout: EagleLayout
+    head: Any, flat: dict[str, Any], layout: EagleLayout
 ) -> dict[str, Any]:
     """Build speculators' `Eagle3SpeculatorConfig`, with the layer's keys in a section."""
     config, method = head.config, layout.speculators_method
@@ -458,7 +453,7 @@ def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, 
     }
 
 
-def _build_gguf_files(head: "EagleHead") -> HeadFiles:
+def _build_gguf_files(head: Any) -> HeadFiles:
     config, tensors = head.config, head.collect_tensors()
     named = {GGUF_NAMES[name]: each for name, each in tensors.items() if name in GGUF_NAMES}
     for name, heads in INTERLEAVED.items():
@@ -495,7 +490,7 @@ def load_gguf_tensors(
     }, {own_names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def format_serve_command(head: "EagleHead", engine: ExportFormat, folder: str) -> str:
+def format_serve_command(head: Any, engine: ExportFormat, folder: str) -> str:
     """Format the command that starts an engine, for a shell; for the authors' code, Python."""
     target, eagle3 = head.target_name, head.config.form is EagleForm.eagle3
     tokens = head.config.num_draft_tokens or NUM_DRAFT_TOKENS
@@ -519,7 +514,7 @@ def format_serve_command(head: "EagleHead", engine: ExportFormat, folder: str) -
     return format_engine_command(head, engine, folder, method, tokens, steps)
 
 
-def format_engine_hint(head: "EagleHead", engine: ExportFormat) -> str:
+def format_engine_hint(head: Any, engine: ExportFormat) -> str:
     """Format further advice for users of an engine: a sentence, or empty."""
     if engine is ExportFormat.original and head.config.form is EagleForm.eagle1:
         return (
