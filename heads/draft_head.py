@@ -396,14 +396,13 @@ class DraftHead(nn.Module, ABC):
     @final
     def find_output_heads(self) -> list[Tensor]:
         """Find the head's own matrices from states to logits, with one row per draft id."""
-        return self._select_parameters(self.output_head_patterns)
+        patterns = self.output_head_patterns
+        return [each for name, each in self.named_parameters() if _is_matched(patterns, name)]
 
     @final
     def find_embeddings(self) -> list[Tensor]:
         """Find the head's own trained matrices with one row per id, except output heads."""
-        return self._select_parameters((*self.draft_id_patterns, *self.target_id_patterns))
-
-    def _select_parameters(self, patterns: tuple[str, ...]) -> list[Tensor]:
+        patterns = (*self.draft_id_patterns, *self.target_id_patterns)
         return [each for name, each in self.named_parameters() if _is_matched(patterns, name)]
 
     @property

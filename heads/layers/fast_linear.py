@@ -212,9 +212,9 @@ def _multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int
     return output[:num_rows].view(*rows.shape[:-1], len(weight))
 
 
-def _make_empty_output(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int) -> Tensor:  # noqa: ARG001
-    return rows.new_empty((*rows.shape[:-1], len(weight)))
-
-
 _library.impl("packed_linear", _multiply_packed, "CPU")
-_library.impl("packed_linear", _make_empty_output, "Meta")
+_library.impl(
+    "packed_linear",
+    lambda rows, weight, *_: rows.new_empty((*rows.shape[:-1], len(weight))),
+    "Meta",
+)

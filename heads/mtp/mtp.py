@@ -147,7 +147,15 @@ class MtpHead(AutoregressiveHead):
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layer: Any = layer(model, 0)
         if config.family_entry.has_indexer:
-            self.layer.self_attn.indexer = _build_indexer(model)
+            # Chooses keys of long texts; its weights are stored, never run.
+            size, num_heads = model.index_head_dim, model.index_n_heads
+            parts = {
+                "wq_b": nn.Linear(model.q_lora_rank, num_heads * size, bias=False),
+                "wk": nn.Linear(model.hidden_size, size, bias=False),
+                "k_norm": nn.LayerNorm(size),
+                "weights_proj": nn.Linear(model.hidden_size, num_heads, bias=False),
+            }
+            self.layer.self_attn.indexer = nn.ModuleDict(parts).requires_grad_(False)
         self.norm = norm(hidden, epsilon) if "norm" in config.family_entry.names else None
         self.lm_head = self.embed_tokens = None
         self.taps, self.max_positions = FeatureLayers(config.layers), config.num_positions
@@ -399,7 +407,7 @@ def build_layer_settings(config: Any, family: MtpFamily, sparse: bool) -> dict[s
     return settings | ({"model_type": family.model_type} if family.model_type else {})
 
 
-def find_layer_classes(settings: dict[str, Any]) -> tuple[PretrainedConfig, Any, Any, Any]:
+def find_layer_classes(settings: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """Find the config of a model with these settings, and the classes of its parts.
 
     Returns:
@@ -453,18 +461,6 @@ class SubLayers(nn.ModuleList):
         for part in self:
             rows = part(rows, **places)
         return rows
-
-
-def _build_indexer(config: Any) -> nn.Module:
-    """Build the module that chooses keys of long texts; its weights are stored, never run."""
-    hidden, size, num_heads = config.hidden_size, config.index_head_dim, config.index_n_heads
-    parts = {
-        "wq_b": nn.Linear(config.q_lora_rank, num_heads * size, bias=False),
-        "wk": nn.Linear(hidden, size, bias=False),
-        "k_norm": nn.LayerNorm(size),
-        "weights_proj": nn.Linear(hidden, num_heads, bias=False),
-    }
-    return nn.ModuleDict(parts).requires_grad_(False)
 
 
 class _KeyValueCapture:

@@ -85,7 +85,15 @@ def resolve_target_folder(config: TargetConfig) -> str:
     key = sha256(json.dumps(facts).encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf" / f"{gguf.file.stem}-{key}"
     if not folder.is_dir():
-        _check_readable(gguf)
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+        known = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
+        names = [re.sub("[-_]", "", name) for name in (gguf.architecture, *known)]
+        if names[0] not in names[1:]:
+            raise InputError(
+                f"{gguf.label}: transformers cannot dequantise architecture {gguf.architecture}; "
+                f"allowed: {', '.join(sorted(known))}. Name the original model"
+            )
         make_folder(folder.parent)
         # Of several processes that start at once, one makes it and the others wait.
         with FileLock(folder.with_name(f"{folder.name}.lock")):
@@ -130,18 +138,6 @@ def _load_config_beside(gguf: GgufTarget) -> dict[str, Any] | None:
     file = gguf.original_files.get("config.json")
     stored = None if file is None else load_config_file(file)
     return stored if stored and "architectures" in stored else None
-
-
-def _check_readable(gguf: GgufTarget) -> None:
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-
-    known = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
-    names = [re.sub("[-_]", "", name) for name in (gguf.architecture, *known)]
-    if names[0] not in names[1:]:
-        raise InputError(
-            f"{gguf.label}: transformers cannot dequantise architecture {gguf.architecture}; "
-            f"allowed: {', '.join(sorted(known))}. Name the original model"
-        )
 
 
 def _check_room(gguf: GgufTarget, place: Path) -> None:
