@@ -36,6 +36,7 @@ from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, decode
 from eval.decode.hf_generate import hf_generate
+from eval.measure.results import build_markdown_table
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree, make_default_tree
@@ -45,7 +46,7 @@ from heads.layers.fast_linear import pack_weights
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.bench.decoding import make_certain_target
-from scripts.bench.harness import WorkerProcess, build_markdown_table, take_answers
+from scripts.bench.harness import WorkerProcess, take_answers
 from scripts.bench.training import RunSizes, make_random_target, start_run
 
 SIZES = {
@@ -86,11 +87,8 @@ def build_parts(sizes: dict[str, Any], folder: Path) -> dict[str, Run]:
         hidden=sizes["hidden"], layers=sizes["layers"], vocab=sizes["vocab"],
         max_length=sizes["length"], batch_size=1, dtype=sizes["dtype"], optimizer="muon",
     )  # fmt: skip
-    return (
-        build_passes(sizes, run_sizes)
-        | build_training_steps(run_sizes, folder)
-        | build_decoding_texts(sizes)
-    )
+    passes, steps = build_passes(sizes, run_sizes), build_training_steps(run_sizes, folder)
+    return passes | steps | build_decoding_texts(sizes)
 
 
 def build_passes(sizes: dict[str, Any], run_sizes: RunSizes) -> dict[str, Run]:
@@ -214,18 +212,11 @@ def build_rows(times: Times) -> tuple[list[tuple[str, ...]], float]:
         {name: statistics.median(repeats) for name, repeats in column.items()}
         for column in times.values()
     ]
-    new, old, *narrow = medians
-    ratios = {name: old[name] / new[name] for name in new}
-    rows = [
-        (
-            name,
-            f"{new[name]:.1f}",
-            f"{old[name]:.1f}",
-            f"{ratios[name]:.2f}",
-            *(f"{column[name]:.1f}" for column in narrow),
-        )
-        for name in sorted(ratios, key=ratios.__getitem__)
-    ]
+    ratios = {name: medians[1][name] / new for name, new in medians[0].items()}
+    rows = []
+    for name in sorted(ratios, key=ratios.__getitem__):
+        new, old, *narrow = (f"{column[name]:.1f}" for column in medians)
+        rows.append((name, new, old, f"{ratios[name]:.2f}", *narrow))
     return rows, max(ratios.values())
 
 
@@ -242,26 +233,21 @@ def main(given: list[str] | None = None) -> int:
         return 0
     sizes = {name: getattr(options, name) for name in SIZES}
     with ExitStack() as stack:
-        workers = {
-            column: WorkerProcess(
-                "cpu",
-                "--serve",
-                json.dumps(sizes | {"dtype": dtype}),
-                OMP_NUM_THREADS=str(options.threads),
-                **variables,
-            )
-            for column, (variables, dtype) in COLUMNS.items()
-        }
-        for worker in workers.values():
+        workers = {}
+        for column, (variables, dtype) in COLUMNS.items():
+            words, threads = json.dumps(sizes | {"dtype": dtype}), str(options.threads)
+            worker = WorkerProcess("cpu", "--serve", words, OMP_NUM_THREADS=threads, **variables)
             stack.callback(worker.end_process)
+            workers[column] = worker
         try:
             (here, names), (old, _), *_ = [each.receive() for each in workers.values()]
             times = measure_parts(workers, names, options.repeats)
         except InputError as error:
             sys.exit(f"error: {error}")
     rows, worst = build_rows(times)
+    header = ("part", "as it is", "AVX2", "ratio", *list(COLUMNS)[2:])
     print(f"{here} / {old}, {options.threads} thread(s), processor time, milliseconds\n")
-    print(build_markdown_table(("part", "as it is", "AVX2", "ratio", *list(COLUMNS)[2:]), rows))
+    print(build_markdown_table([header, *rows]))
     if worst > options.limit:
         print(f"\n{rows[-1][0]}: {worst:.1f} times as long with AVX2, {options.limit:g} allowed")
     return int(worst > options.limit)

@@ -181,9 +181,3 @@ def format_figure(figure: float | None) -> str:
     if figure is None:
         return "-"
     return f"{figure:,.3g}" if abs(figure) < 1000 else f"{figure:,.0f}"
-
-
-def build_markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Build a Markdown table whose first column is text and whose others are numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))

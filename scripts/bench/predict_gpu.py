@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from conf.errors import InputError
-from scripts.bench.harness import ROOT, build_markdown_table, format_figure
+from eval.measure.results import build_markdown_table
+from scripts.bench.harness import ROOT, format_figure
 
 LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
 TARGETS = {
@@ -127,9 +128,9 @@ def summarise_decoding(step: dict[str, Any], plain: dict[str, Any]) -> dict[str,
 
 def print_table(title: str, steps: dict[str, dict[str, float]]) -> None:
     """Print a table with a row for each step."""
-    header = ("step", *next(iter(steps.values())))
-    rows = [(name, *map(format_figure, step.values())) for name, step in steps.items()]
-    print(f"\n{title}\n\n{build_markdown_table(header, rows)}", flush=True)
+    lines = [("step", *next(iter(steps.values())))]
+    lines += [(name, *map(format_figure, step.values())) for name, step in steps.items()]
+    print(f"\n{title}\n\n{build_markdown_table(lines)}", flush=True)
 
 
 def predict_steps(
