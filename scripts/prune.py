@@ -61,8 +61,8 @@ from eval.measure.acceptance_stats import (
     format_interval,
     tau,
 )
-from eval.measure.measured_head import MeasuredHead, get_device_name
-from eval.measure.measurement import join_processes
+from eval.measure.measured_head import get_device_name
+from eval.measure.measurement import join_processes, print_notes
 from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
@@ -94,7 +94,10 @@ def main(config: PruneRun) -> None:
     folder = locate_head(str(config.head.path), config.head.revision)
     trained = load_json(folder / PROVENANCE) or {}
     head = load_head(str(folder), layers=config.head.layers)
-    depth = choose_chain_depth(config, head)
+    check_depth(config.depth, head.max_draft_tokens)
+    if config.sizes and head.pruning_problem is not None:
+        raise InputError(f"head.path={config.head.path}: {head.pruning_problem}")
+    depth = config.depth or head.default_depth
     check_sizes(config.sizes, head.vocab, [])
     state = join_processes()
     if state.num_processes > 1:
@@ -104,13 +107,11 @@ def main(config: PruneRun) -> None:
         )
     fill_default_paths(config)
     target = load_target(config.target, state.device)
-    warning = try_generation_config(target)
     identity = identify_target(config.target, target.tokenizer, target.dtype)
-    target_change = format_target_change(
-        "head.path", str(config.head.path), config.head.revision, identity
+    print_notes(
+        try_generation_config(target),
+        format_target_change("head.path", str(config.head.path), config.head.revision, identity),
     )
-    for line in filter(None, (warning, target_change)):
-        print(line, file=sys.stderr)
     # Still float32: saved weights must not be rounded to the target's dtype.
     head.attach(target)
     check_sizes(config.sizes, head.vocab, target.special_ids)
@@ -173,19 +174,6 @@ def check_sizes(sizes: Sequence[int], vocab: DraftVocab, special: Sequence[int])
         )
 
 
-def choose_chain_depth(config: PruneRun, head: DraftHead) -> int:
-    """Choose the number of draft tokens of the replayed chain.
-
-    Raises:
-        InputError: the head cannot be pruned, or cannot draft that many tokens.
-    """
-    check_depth(config.depth, head.max_draft_tokens)
-    problem = head.pruning_problem
-    if config.sizes and problem is not None:
-        raise InputError(f"head.path={config.head.path}: {problem}")
-    return config.depth or head.default_depth
-
-
 def answer_heldout_prompts(
     config: PruneRun, target: Target, heldout: PackedDataset
 ) -> list[PromptAnswer]:
@@ -246,10 +234,7 @@ def measure_heads(
     """
     chain = Tree.make_chain(depth)
     texts = sorted((prompt + text for prompt, text in answers), key=len)
-    drafters = {
-        index: MeasuredHead("", head, chain, chain).make_drafter("chain", GREEDY, [0])
-        for index, head in enumerate(heads)
-    }
+    drafters = {index: head.make_drafter(chain, GREEDY, [0]) for index, head in enumerate(heads)}
     curve, seconds = measure_step_costs(
         target, drafters, texts[len(texts) // 2], sizes=(depth + 1,)
     )
@@ -336,13 +321,12 @@ def write_results(
     path = out_dir / RESULT
     prompts = load_json(locate_head(str(config.head.path), config.head.revision) / PROMPTS_FILE)
     documents = {} if prompts is None else {PROMPTS_FILE: prompts}
+    before = {name: result["before"][name] for name in ("num_ids", "tau")}
+    facts = {key: value for key, value in result.items() if key not in ("before", "pruned")}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for head, row in zip(heads, result["pruned"], strict=True):
-            before = {name: result["before"][name] for name in ("num_ids", "tau")}
-            facts = {key: v for key, v in result.items() if key not in ("before", "pruned")}
-            pruned = {**facts, **row, "before": before}
-            provenance = {**trained, "pruned": pruned}
+            provenance = {**trained, "pruned": {**facts, **row, "before": before}}
             head.save(out_dir / str(row["num_ids"]) / "head", provenance, documents)
         plot_pruning(result, path.with_suffix(".png"))
         write_atomically(path, json.dumps(result, indent=2) + "\n")
