@@ -78,13 +78,11 @@ if __name__ == "__main__":
 
 from data.embedded import is_embedded
 from eval.measure.verdict import judge_measured_head, measures_another_head
-from heads.draft_head import DraftHead
 from heads.kinds import find_kind_name, load_head
 from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
 from scripts.publish.model_card import (
     CardFacts,
     build_model_card,
-    describe_copied_weights,
     is_hub_id,
     parse_hub_id,
 )
@@ -132,7 +130,8 @@ def main(config: PushRun) -> None:
             staged = repos[repo_id] / place_in_repo
             stage_export(export, staged, target)
             export_facts.append(verify_staged_export(export, staged, repo_id, place_in_repo))
-        copied = describe_copied_weights(head.build_card_facts(provenance, None), export_facts)
+        of_exports = [words for export in export_facts for words in export.target_weights]
+        copied = dict.fromkeys([*head.build_card_facts(provenance, None).copied, *of_exports])
         holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
         notices = [
             f"[{its.name}](https://huggingface.co/{its.name}) is gated: users agree to its terms "
@@ -143,10 +142,25 @@ def main(config: PushRun) -> None:
         ]
         places = [Path(config.measured)] if config.measured else [folder, folder.resolve().parent]
         pictures = [picture for file in PICTURES if (picture := find_first_file(places, file))]
-        facts = replace(
-            collect_card_facts(config, head, folder, provenance, places, target),
-            exports=export_facts, notices=notices, figures=[picture.name for picture in pictures],
-        )  # fmt: skip
+        most = head.max_draft_tokens
+        acceptance = scrub_private_data(load_measurement(places, "acceptance", folder, most))
+        facts = CardFacts(
+            repo_id=config.repo_id,
+            head=head.build_card_facts(provenance, acceptance),
+            target=target,
+            provenance=scrub_provenance(provenance),
+            license=config.license.lower() if config.license else None,
+            acceptance=acceptance,
+            speedup=scrub_private_data(load_measurement(places, "speedup", folder, most)),
+            verdict=judge_measured_head(folder, find_kind_name(head), places),
+            comparisons=[
+                (Path(each) / "comparison.md").read_text(encoding="utf-8").strip()
+                for each in config.comparisons
+            ],
+            figures=[picture.name for picture in pictures],
+            exports=export_facts,
+            notices=notices,
+        )
         if facts.verdict:
             print(facts.verdict)
         for repo_id, staged in repos.items():
@@ -239,42 +253,6 @@ def stage_head(folder: Path, staged: Path, renaming: Renaming) -> None:
             stage_file(path, staged, renaming)
     if left_out:
         print(f"not part of the head, skipped: {', '.join(left_out)}")
-
-
-def collect_card_facts(
-    config: PushRun,
-    head: DraftHead,
-    folder: Path,
-    provenance: dict[str, Any],
-    places: list[Path],
-    target: str | None,
-) -> CardFacts:
-    """Collect the facts of the head itself for its card.
-
-    Args:
-        config: settings of the command.
-        head: the head to publish.
-        folder: folder of the head.
-        provenance: training record of the head.
-        places: folders with measurements; the first that has a file is used.
-        target: public name of the target.
-    """
-    most = head.max_draft_tokens
-    acceptance = scrub_private_data(load_measurement(places, "acceptance", folder, most))
-    return CardFacts(
-        repo_id=config.repo_id,
-        head=head.build_card_facts(provenance, acceptance),
-        target=target,
-        provenance=scrub_provenance(provenance),
-        license=config.license.lower() if config.license else None,
-        acceptance=acceptance,
-        comparisons=[
-            (Path(each) / "comparison.md").read_text(encoding="utf-8").strip()
-            for each in config.comparisons
-        ],
-        speedup=scrub_private_data(load_measurement(places, "speedup", folder, most)),
-        verdict=judge_measured_head(folder, find_kind_name(head), places),
-    )
 
 
 def _target_settings(provenance: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The model card of a published head: its kind, its origin, and its measurements."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,23 +108,13 @@ def parse_hub_id(name: str) -> str:
     return name if parts is None else parts[0]
 
 
-def describe_copied_weights(head: HeadFacts, exports: Sequence[ExportFacts]) -> list[str]:
-    """Describe the target's weights that a head and its exports hold copies of."""
-    of_exports = [words for export in exports for words in export.target_weights]
-    return list(dict.fromkeys([*head.copied, *of_exports]))
-
-
 def build_model_card(facts: CardFacts) -> ModelCard:
     """Build the card of a head, with its metadata."""
     sections = [
-        _format_introduction(facts),
-        *([facts.verdict] if facts.verdict else []),
-        *facts.notices,
-        _format_usage(facts),
-        _format_measurements(facts),
-        _format_training(facts),
-    ]
-    body = "\n\n".join(sections)
+        _format_introduction(facts), facts.verdict, *facts.notices, _format_usage(facts),
+        _format_measurements(facts), _format_training(facts),
+    ]  # fmt: skip
+    body = "\n\n".join(filter(None, sections))
     return ModelCard(f"---\n{_build_metadata(facts).to_yaml()}\n---\n\n{body}\n")
 
 
@@ -243,11 +232,10 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
     ]
     by_depth = ["depth", "accepted when reached (alpha)", "accepted of all passes"]
     conditions = format_conditions(acceptance)
-    condition_lines = [f"Measured under: {conditions}."] if conditions else []
-    condition_lines += _format_training_notes(acceptance)
     return [
         summary,
-        *condition_lines,
+        *([f"Measured under: {conditions}."] if conditions else []),
+        *_format_training_notes(acceptance),
         build_markdown_table([header, *rows]),
         build_markdown_table([by_depth, *depths]),
     ]
@@ -290,11 +278,7 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
         ]
         for name, row in speedup["methods"].items()
     ]
-    parts = [
-        summary,
-        *_format_training_notes(speedup),
-        build_markdown_table([header, *rows]),
-    ]
+    parts = [summary, *_format_training_notes(speedup), build_markdown_table([header, *rows])]
     lossless = speedup["lossless"]
     if lossless is not None:  # sampled texts are not compared
         parts.append(
@@ -349,14 +333,8 @@ def _format_exports(facts: CardFacts) -> str:
         f"```\n{export.commands}\n```"
         for export in facts.exports
     ]
-    return "\n\n".join(
-        [
-            intro,
-            build_markdown_table([["format", "where", "loaders read", "parity"], *rows]),
-            parity,
-            *commands,
-        ]
-    )
+    table = build_markdown_table([["format", "where", "loaders read", "parity"], *rows])
+    return "\n\n".join([intro, table, parity, *commands])
 
 
 def _format_training(facts: CardFacts) -> str:
