@@ -47,6 +47,7 @@ from eval.decode.generation_config import StopRules
 from eval.decode.hf_generate import hf_generate
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.replay import replay_response
+from eval.measure.results import build_markdown_table
 from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import DynamicShape, Tree
@@ -439,27 +440,24 @@ class VaryingTreeOracle(Oracle):
 def build_table(results: Results, left_out: dict[str, str]) -> str:
     """Build Markdown: a row per model type, reasons for failures, and types that are no targets."""
     names = [HEADINGS.get(name, name) for name in COLUMNS]
-    lines = [
+    rows = [build_row(name, each) for name, each in results.items() if each["state"] != "not made"]
+    parts = [
         "# Targets",
-        "",
         f"{format_counts(results)}. Written by `scripts/zoo/check.py`; each is a random model of 4 "
         "layers, hidden size 64, vocabulary 320. Texts of 48 tokens after prompts of 40 to 70, "
         "beyond windows of 12, chunks of 8 and RoPE switches at 64, are compared with `generate`.",
-        "",
-        f"| model type | {' | '.join(names)} | attention | how made |",
-        f"|---|{'---|' * len(names)}---|---|",
-        *(format_row(name, each) for name, each in results.items() if each["state"] != "not made"),
+        build_markdown_table([("model type", *names, "attention", "how made"), *rows]),
     ]
     reasons = {name: format_reason(result) for name, result in results.items()}
     for title, pairs in (("Why not", reasons), ("No targets", left_out)):
-        rows = [f"| {name} | {why.replace('|', '/')} |" for name, why in pairs.items() if why]
-        if rows:
-            lines += ["", f"## {title}", "", "| model type | reason |", "|---|---|", *rows]
-    return "\n".join(lines) + "\n"
+        lines = [(name, why.replace("|", "/")) for name, why in pairs.items() if why]
+        if lines:
+            parts += [f"## {title}", build_markdown_table([("model type", "reason"), *lines])]
+    return "\n\n".join(parts) + "\n"
 
 
-def format_row(name: str, result: dict[str, Any]) -> str:
-    """Format a row of the table."""
+def build_row(name: str, result: dict[str, Any]) -> tuple[str, ...]:
+    """Build a row of the table."""
     cells = [result["columns"].get(column, "").split(":")[0] for column in COLUMNS]
     for head, accepted in result.get("tau", {}).items():
         cells[COLUMNS.index(head)] += f", tau {accepted:.2f}"
@@ -471,7 +469,7 @@ def format_row(name: str, result: dict[str, Any]) -> str:
             for settings in made["by_hand"].values()
         )
         how = [f"{made['class']}, {made['layers']}", *by_hand]
-    return f"| {name} | {' | '.join(cells)} | {attention} | {'; '.join(how)} |"
+    return name, *cells, attention, "; ".join(how)
 
 
 def format_reason(result: dict[str, Any]) -> str:

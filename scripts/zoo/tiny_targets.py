@@ -8,8 +8,9 @@ settings by hand, and some model types are no targets: the tables come first.
 import json
 import math
 import re
+from collections.abc import Iterator
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +270,10 @@ def choose_tiny_sizes(config: Any) -> dict[str, Any]:
         config: default config of a model type, or of a part.
     """
     sizes: dict[str, Any] = {}
-    others = 0
+    others = count(FIRST_OTHER)
     for name, value in vars(config).items():
         if name.endswith(TOKENS):
-            sizes[name], others = _choose_token_id(name, value, others)
+            sizes[name] = _choose_token_id(name, value, others)
         elif name in INDEXES and value:
             sizes[name] = INDEXES[name]
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -295,15 +296,13 @@ def find_tiny_size(name: str) -> int | None:
     return next((size for size, pattern in TINY_SIZES if re.fullmatch(pattern, name)), None)
 
 
-def _choose_token_id(name: str, value: Any, others: int) -> tuple[Any, int]:
+def _choose_token_id(name: str, value: Any, others: Iterator[int]) -> Any:
     for start, token in (("eos", EOS), ("bos", BOS), ("pad", PAD), ("decoder_start", BOS)):
         if name.startswith(start):
-            return (token if value is not None else None), others
+            return token if value is not None else None
     if isinstance(value, list | tuple):
-        return [FIRST_OTHER + others + place for place in range(len(value))], others + len(value)
-    if isinstance(value, int) and value >= 0:
-        return FIRST_OTHER + others, others + 1
-    return None, others
+        return [next(others) for _ in value]
+    return next(others) if isinstance(value, int) and value >= 0 else None
 
 
 def _choose_latent_head_sizes(config: Any, sizes: dict[str, Any]) -> dict[str, int]:
