@@ -139,16 +139,17 @@ def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[s
     lines: list[Sequence[str]] = [header]
     for name, result in results.items():
         tree, reference = select_tree_figures(result), results[first]
-        cells = [
-            name,
-            f"{result['tau']:.3f}",
-            format_interval(result["tau_ci95"], 3, " to "),
-            "" if name == first else _format_difference(reference, result),
-            f"{tree['tau']:.3f}",
-            "" if name == first else _format_difference(select_tree_figures(reference), tree),
-            " ".join(f"{rate:.2f}" for rate in result["alpha"]),
-        ]
-        lines.append(cells)
+        lines.append(
+            [
+                name,
+                f"{result['tau']:.3f}",
+                format_interval(result["tau_ci95"], 3, " to "),
+                "" if name == first else _format_difference(reference, result),
+                f"{tree['tau']:.3f}",
+                "" if name == first else _format_difference(select_tree_figures(reference), tree),
+                " ".join(f"{rate:.2f}" for rate in result["alpha"]),
+            ]
+        )
     return lines
 
 
@@ -215,12 +216,8 @@ def compare_reported_results(
     own_results = load_result_files(ours) if ours else {}
     shared = check_comparable(results)
     conditions = format_conditions(next(iter(own_results.values()))) if own_results else ""
-    text = "\n\n".join(
-        [
-            *([f"{conditions}:"] if conditions else []),
-            build_markdown_table(build_comparison_rows(results, shared)),
-        ]
-    )
+    table = build_markdown_table(build_comparison_rows(results, shared))
+    text = f"{conditions}:\n\n{table}" if conditions else table
     figures = {
         name: (each.lengths.get(shared[0]), each.per_position) for name, each in results.items()
     }

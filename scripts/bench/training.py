@@ -114,16 +114,6 @@ def make_random_target(sizes: RunSizes, device: torch.device) -> Target:
     return Target(model, None, "random")
 
 
-def make_embeddings_and_output_head(
-    sizes: RunSizes, device: torch.device
-) -> EmbeddingsAndOutputHead:
-    """Make the ends of a random target, all that a run beside a feature store has of it."""
-    model = make_random_target(sizes, torch.device("meta")).model
-    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-        end.to_empty(device=device).weight.data.normal_(std=0.02)
-    return EmbeddingsAndOutputHead.from_model(model, None, "random")
-
-
 class StoredRows:
     """Hold packed sequences with hidden states, here zeros, as a feature store gives them.
 
@@ -139,13 +129,9 @@ class StoredRows:
         return len(self.packed)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.packed[index]
         length = self.packed.max_length
-        states = {
-            field.name: torch.zeros(length, *field.shape, dtype=field.dtype)
-            for field in self.fields
-        }
-        return {**states, **row}
+        states = {f.name: torch.zeros(length, *f.shape, dtype=f.dtype) for f in self.fields}
+        return {**states, **self.packed[index]}
 
 
 def iter_documents(sizes: RunSizes, num_sequences: int) -> Iterator[Sample]:
@@ -194,9 +180,13 @@ def start_run(
     )  # fmt: skip
     accelerator = processes.start_accelerator(config)
     target: EmbeddingsAndOutputHead
-    target = (make_embeddings_and_output_head if stored else make_random_target)(
-        sizes, accelerator.device
-    )
+    if stored:
+        model = make_random_target(sizes, torch.device("meta")).model
+        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+            end.to_empty(device=accelerator.device).weight.data.normal_(std=0.02)
+        target = EmbeddingsAndOutputHead.from_model(model, None, "random")
+    else:
+        target = make_random_target(sizes, accelerator.device)
     if samples is None:
         samples = iter_documents(sizes, max(64, sizes.batch_size))
     train = PackedDataset(samples, sizes.max_length, seed=0)
@@ -314,10 +304,8 @@ def measure_training(head: str, size: str, stored: bool = False) -> Figures:
         sizes = replace(sizes, hidden=8192, layers=80)
     with open_run(sizes, stored) as (run, data):
         estimated = estimate_run_bytes(run, sizes)
-        yield (
-            "parameters of the head, M",
-            sum(map(Tensor.numel, run.job.objective.head.parameters())) / 1e6,
-        )
+        numbers = sum(map(Tensor.numel, run.job.objective.head.parameters()))
+        yield "parameters of the head, M", numbers / 1e6
         reset_peak_memory(run.device)
         for _ in range(NUM_WARM_UP):
             run.optimizer_step()
