@@ -36,10 +36,10 @@ import tarfile
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -96,8 +96,7 @@ CHECKS = {
 """
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command that users type, with its limits of time.
 
     Attributes:
@@ -132,14 +131,10 @@ class Results:
 
     def load_rows(self) -> list[Row]:
         """Return all whole lines of the file."""
-        if not self.file.exists():
-            return []
         rows = []
-        for line in self.file.read_text().splitlines():
-            try:
+        for line in self.file.read_text().splitlines() if self.file.exists() else ():
+            with suppress(json.JSONDecodeError):  # a full disk cut it short
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:  # a full disk cut it short
-                continue
         return rows
 
     def list_tests(self, stage: str) -> tuple[set[str], set[str]]:
@@ -147,15 +142,11 @@ class Results:
 
         Counts from the last time that the stage began anew.
         """
-        begun: set[str] = set()
-        ended: set[str] = set()
-        for row in self.load_rows():
-            if row.get("stage") != stage:
-                continue
-            if row.get("again"):
-                begun, ended = set(), set()
-            begun |= {row["begun"]} if "begun" in row else set()
-            ended |= {row["test"]} if "test" in row else set()
+        rows = [row for row in self.load_rows() if row.get("stage") == stage]
+        anew = max((number for number, row in enumerate(rows) if row.get("again")), default=0)
+        begun, ended = (
+            {row[key] for row in rows[anew:] if key in row} for key in ("begun", "test")
+        )
         return begun, ended
 
     def find_ended_stages(self) -> set[str]:
@@ -164,12 +155,6 @@ class Results:
 
 
 # What the process of a stage does
-
-
-def append_figures(results: Results, name: str, small: bool) -> None:
-    """Run a stage of `FIGURES`, and append each figure with its floor and its prediction."""
-    for figure, value in FIGURES[name]("small" if small else "8b"):
-        results.append_row(build_row(name, figure, value, judged=not small))
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -199,13 +184,8 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
-    """Store the exit code of the tests for the end of the process."""
-    session.config.own_exit = int(exitstatus)
-
-
-def pytest_unconfigure(config: Any) -> None:
-    """End the process after the last line of its output."""
-    exit_now(getattr(config, "own_exit", 0))
+    """End the process with the exit code of the tests, after the last line of its output."""
+    session.config.add_cleanup(partial(exit_now, int(exitstatus)))
 
 
 def exit_now(code: int) -> None:
@@ -243,6 +223,26 @@ class Runner:
     def compute_limit(self, most_s: float) -> float:
         """Return the seconds that a stage may take."""
         return min(most_s * self.patience, self.compute_seconds_left() - RESERVE_S)
+
+    def run_stage(
+        self,
+        name: str,
+        command: list[str],
+        most_s: float,
+        least_s: float,
+        out_dir: Path | None = None,
+    ) -> None:
+        """Run a command as a stage, and append the figures in `out_dir` and the line of its end.
+
+        A stage for which fewer than `least_s` seconds are left has a line that says so.
+        """
+        begun, left = time.monotonic(), self.compute_seconds_left()
+        code: int | str = f"not begun, {left:.0f} s left"
+        if left >= max(least_s, RESERVE_S):
+            code = self.run_command(name, command, self.compute_limit(most_s))
+            for figure, value in iter_result_figures(out_dir) if out_dir else ():
+                self.results.append_row(build_row(name, figure, value, judged=False))
+        self.note_end(name, code, begun)
 
     def run_command(self, name: str, command: list[str], limit: float, **environ: str) -> int | str:
         """Run a command of a stage within a limit in seconds.
@@ -306,51 +306,29 @@ class Runner:
         self.note_end(name, 0 if everything_ran else code, started)
 
     def measure_stages(self, names: list[str]) -> None:
-        """Run stages of `FIGURES` in processes, one after another."""
+        """Run stages of `FIGURES` in processes, which append their figures, one after another."""
         for name in names:
-            most = MOST_S.get(name, USUAL_MOST_S)
-            begun, limit = time.monotonic(), self.compute_limit(most)
-            options = ["--figures-of", name, *(["--small"] if self.small else [])]
-            if self._has_time(name, LEAST_S):
-                code = self.run_command(name, [__file__, str(self.results.folder), *options], limit)
-                self.note_end(name, code, begun)
+            command = [__file__, str(self.results.folder), "--figures-of", name]
+            command += ["--small"] if self.small else []
+            self.run_stage(name, command, MOST_S.get(name, USUAL_MOST_S), LEAST_S)
 
     def use_model(self, names: list[str], model: Path) -> None:
         """Run commands on the real model, and append the figures of their results."""
         work = get_work_dir()
-        for command in list_commands(model, work, self.small):
-            if command.name not in names or not self._has_time(command.name, command.least_s):
-                continue
-            begun, limit = time.monotonic(), self.compute_limit(command.most_s)
-            out_dir = work / command.name
-            code = self.run_command(command.name, [*command.words, f"out_dir={out_dir}"], limit)
-            for figure, value in iter_result_figures(out_dir):
-                self.results.append_row(build_row(command.name, figure, value, judged=False))
-            self.note_end(command.name, code, begun)
-            keep_results(self.results.folder, work)
-
-    def _has_time(self, name: str, least_s: float) -> bool:
-        """Tell whether a stage may begin; a stage that may not has a line that says so."""
-        if self.compute_seconds_left() >= max(least_s, RESERVE_S):
-            return True
-        self.note_end(
-            name, f"not begun, {self.compute_seconds_left():.0f} s left", time.monotonic()
-        )
-        return False
+        for name, most_s, least_s, words in list_commands(model, work, self.small):
+            if name in names:
+                out_dir = work / name
+                self.run_stage(name, [*words, f"out_dir={out_dir}"], most_s, least_s, out_dir)
+                keep_results(self.results.folder, work)
 
 
 def end_process_tree(child: "subprocess.Popen[bytes]") -> None:
     """Kill a process, if it still runs, and all processes that it has started."""
-    try:
-        family = [psutil.Process(child.pid)]
-        family += family[0].children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for process in family:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(child.pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     child.wait()
 
 
@@ -409,19 +387,13 @@ def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
     asked = [target, f"data.path={work / QUESTIONS}", "num_turns=1"]
     head, block = (f"head.path={work / name}/head" for name in ("eagle3_1", "dflash"))
     answers = ["scripts/regenerate.py", target, f"data.path={work / PROMPTS}"]
-    acceptance = ["eval/acceptance.py", *asked, "depth=4"]
+    acceptance = ["eval/acceptance.py", *asked, "depth=4", f"max_new_tokens={16 if small else 64}"]
     speedup = ["eval/speedup.py", *asked, head, "num_warmups=1"]
-    if small:
-        answers += ["data.num_prompts=8", "max_new_tokens=24", "batch_size=8"]
-        asked_of = dict.fromkeys(("all", "some", "few"), "data.num_prompts=2")
-        speedup.append("max_new_tokens=16")
-        acceptance.append("max_new_tokens=16")
-    else:
-        answers += ["data.num_prompts=2000", "max_new_tokens=192", "batch_size=256"]
-        asked_of = {"all": "data.num_prompts=48", "some": "data.num_prompts=16"}
-        asked_of["few"] = "data.num_prompts=8"
-        speedup.append("max_new_tokens=128")
-        acceptance.append("max_new_tokens=64")
+    speedup += [f"max_new_tokens={16 if small else 128}"]
+    counts = {"all": 48, "some": 16, "few": 8}
+    asked_of = {n: f"data.num_prompts={2 if small else count}" for n, count in counts.items()}
+    number, most, at_once = (8, 24, 8) if small else (2000, 192, 256)
+    answers += [f"data.num_prompts={number}", f"max_new_tokens={most}", f"batch_size={at_once}"]
     eagle = ["head=eagle3_1", f"head.draft_vocab_size={256 if small else 8192}"]
     blocks = ["head.mask_token_id=3", "head.block_size=8", "head.num_anchors=256"]
     methods = "methods=[eagle_chain,eagle_tree,eagle_suffix,suffix]"
@@ -493,10 +465,8 @@ def keep_results(folder: Path, work: Path) -> None:
 
 def list_failures(rows: list[Row]) -> list[str]:
     """Describe failed tests, figures below their floors, and stages that did not end well."""
-    last: dict[tuple[str, ...], Row] = {}
-    for row in rows:
-        if "stage" in row:
-            last[row["stage"], str(row.get("test")), str(row.get("figure"))] = row
+    of_stages = (row for row in rows if "stage" in row)
+    last = {(row["stage"], row.get("test"), row.get("figure")): row for row in of_stages}
     failures = []
     for row in last.values():
         if row.get("ended") and row["code"]:
@@ -525,24 +495,6 @@ def describe_machine(small: bool) -> Row:
     }  # fmt: skip
 
 
-def choose_stages(names: list[str]) -> tuple[list[str], set[str]]:
-    """Choose the stages of a call, in order of importance, and those that are to run again.
-
-    Args:
-        names: stages and groups that were typed; none takes all.
-    """
-    groups = {
-        "checks": list(CHECKS), "figures": list(measure.MAIN), "model": list_model_stages(),
-        "more": list(measure.MORE),
-    }  # fmt: skip
-    known = [name for group in groups.values() for name in group]
-    unknown = sorted(set(names) - set(known) - groups.keys())
-    if unknown:
-        sys.exit(f"error: {unknown}: allowed: {', '.join((*groups, *known))}")
-    chosen = {name for typed in names or groups for name in groups.get(typed, [typed])}
-    return [name for name in known if name in chosen], set(names) - groups.keys()
-
-
 def parse_arguments() -> argparse.Namespace:
     """Parse the folder, the stages and the sizes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -568,8 +520,21 @@ def end_all_stages(*_: Any) -> None:
 
 
 def plan_stages(options: argparse.Namespace, results: Results) -> tuple[list[str], Row]:
-    """Record the machine in the results; return the stages to run, and the machine."""
-    names, again = choose_stages(options.names)
+    """Record the machine in the results; return the stages to run, and the machine.
+
+    The stages are those of the typed names and groups, or all, in order of importance. A stage that
+    was typed runs again.
+    """
+    groups = {
+        "checks": list(CHECKS), "figures": list(measure.MAIN), "model": list_model_stages(),
+        "more": list(measure.MORE),
+    }  # fmt: skip
+    known = [name for group in groups.values() for name in group]
+    unknown = sorted(set(options.names) - set(known) - groups.keys())
+    if unknown:
+        sys.exit(f"error: {unknown}: allowed: {', '.join((*groups, *known))}")
+    chosen = {name for typed in options.names or groups for name in groups.get(typed, [typed])}
+    names, again = [name for name in known if name in chosen], set(options.names) - groups.keys()
     machine = describe_machine(options.small)
     before = [row["about"] for row in results.load_rows() if "about" in row]
     if before and before[-1] != machine:
@@ -593,8 +558,9 @@ def main() -> None:
     """Run the stages, and print their figures and failures."""
     options = parse_arguments()
     results = Results(options.folder)
-    if options.figures_of:
-        append_figures(results, options.figures_of, options.small)
+    if name := options.figures_of:  # the process of a stage
+        for figure, value in FIGURES[name]("small" if options.small else "8b"):
+            results.append_row(build_row(name, figure, value, judged=not options.small))
         exit_now(0)
     names, machine = plan_stages(options, results)
     signal.signal(signal.SIGTERM, end_all_stages)
