@@ -122,17 +122,17 @@ class Recipe:
 
 def make_embedded(folder: Path, recipe: Recipe) -> None:
     """Write the target, conversations to learn from, held-out prompts, and checksums."""
+
+    def cut(texts: dict[str, str]) -> list[CodeChat]:
+        return [p for text in texts.items() for p in iter_chats(*text, recipe.max_piece_chars)]
+
     library = find_source_files(recipe.num_files)
     texts = read_source(library, library.train)
-    learnt, held_out = (
-        [p for text in side.items() for p in iter_chats(*text, recipe.max_piece_chars)]
-        for side in (texts, read_source(library, library.held_out))
-    )
+    learnt, held_out = cut(texts), cut(read_source(library, library.held_out))
     trained, place = folder / "trained", folder / "model"
     if not trained.is_dir():
         packages = find_packages(recipe.num_files)
-        others = read_source(packages, packages.train).items()
-        pieces = [p for text in others for p in iter_chats(*text, recipe.max_piece_chars)]
+        pieces = cut(read_source(packages, packages.train))
         tokenizer = train_tokenizer(
             list(texts.values()), recipe.vocab_size, recipe.max_position_embeddings
         )
