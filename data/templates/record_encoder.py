@@ -31,6 +31,7 @@ from data.templates.turns import (
     is_left_out,
     is_rendered,
     remove_turn_ending,
+    split_thinking,
 )
 
 Span = tuple[int, int]
@@ -215,7 +216,7 @@ class RecordEncoder:
 
     def _check_written(self, message: dict, ids: list[int], index: int) -> None:
         text = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        if not is_rendered(message["content"].rpartition("</think>")[2], text):
+        if not is_rendered(split_thinking(message)[2], text):
             raise InputError(
                 f"messages[{index}].token_ids: give {text[:80]!r} in this target's tokenizer, but "
                 f"'content' is {message['content'][:80]!r}, so they are of another tokenizer, or "

@@ -143,7 +143,7 @@ def _split_prompt(
         if not any(tag in prompt[start:] and rest.startswith(tag) for tag in THINKING_TAGS):
             return prompt, rest
     missing = "; 'data.chat_template_kwargs={enable_thinking: true}' may be missing"
-    hint = missing if any(_split_thoughts(last)) else ""
+    hint = missing if any(split_thinking(last)[:2]) else ""
     apart = len(find_common_prefix(prompt, through))
     raise InputError(
         "the target's chat template renders an answer elsewhere than after its generation prompt "
@@ -171,7 +171,7 @@ def _iter_closed_turns(rest: str, ending: TurnEnding, template: ChatTemplate) ->
 
 def _find_lost_part(message: dict, written: str) -> str:
     """Find a part of a turn, except thinking, that the written text lacks; "" if complete."""
-    if not is_rendered(_strip_thinking(message), written):
+    if not is_rendered(split_thinking(message)[2], written):
         return f"the text {message['content'][:80]!r}"
     names = (call["function"]["name"] for call in message.get("tool_calls", ()))
     return next((f"the call of {name}" for name in names if name not in written), "")
@@ -189,25 +189,20 @@ def _list_unrendered_parts(message: dict, written: str) -> tuple[str, ...]:
             f"the target's chat template does not render {lost_part} of the assistant; it renders "
             f"{written[:80]!r}"
         )
-    all_rendered = all(is_rendered(thought, written) for thought in _split_thoughts(message))
+    all_rendered = all(is_rendered(thought, written) for thought in split_thinking(message)[:2])
     return () if all_rendered else ("thinking",)
 
 
-def _strip_thinking(message: dict) -> str:
-    return str(message["content"].rpartition("</think>")[2])
-
-
-def _split_thoughts(message: dict) -> tuple[str, str]:
-    """Split off the thinking beside a turn's text, and the thinking inside the text."""
-    inline = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")
-    return message.get("reasoning_content") or "", inline
+def split_thinking(message: dict) -> tuple[str, str, str]:
+    """Split a turn into the thinking beside its text, the thinking inside, and the answer."""
+    inline, _, answer = message["content"].rpartition("</think>")
+    return message.get("reasoning_content") or "", inline.strip().removeprefix("<think>"), answer
 
 
 def is_left_out(message: dict, turn: Turn) -> bool:
     """Tell whether the template renders nothing of a turn but its end."""
-    return bool(turn.unrendered_parts) and not (
-        _strip_thinking(message).strip() or message.get("tool_calls")
-    )
+    says = split_thinking(message)[2].strip() or message.get("tool_calls")
+    return bool(turn.unrendered_parts) and not says
 
 
 def remove_turn_ending(turn: Turn, message: dict, template: ChatTemplate) -> Turn:
@@ -219,8 +214,8 @@ def remove_turn_ending(turn: Turn, message: dict, template: ChatTemplate) -> Tur
         template: the target's template.
     """
     calls = bool(message.get("tool_calls"))
-    thought, inline = _split_thoughts(message)
-    text = "" if calls else (_strip_thinking(message).strip() or inline.strip() or thought.strip())
+    thought, inline, answer = (part.strip() for part in split_thinking(message))
+    text = "" if calls else answer or inline or thought
     start = turn.written.rfind(text) if text else -1
     if start >= 0:
         return replace(turn, written=turn.written[: start + len(text)])
