@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -35,7 +34,6 @@ from conf.command.run_record import compute_code_checksum, to_json
 from conf.errors import InputError
 from conf.files import (
     POLL_S,
-    READ_BYTES,
     SAFETENSORS_SUFFIX,
     HeldLock,
     cache_dir,
@@ -184,8 +182,7 @@ def _compute_source_checksum(source: DataSource, root: Path) -> str:
         digest.update(json.dumps([name, size]).encode())
         try:
             with path.open("rb") as file:
-                for chunk in iter(partial(file.read, READ_BYTES), b""):
-                    digest.update(chunk)
+                hashlib.file_digest(file, lambda: digest)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error}") from error
     _check_unchanged(source, facts)
@@ -265,9 +262,9 @@ def _prepare_shards(
     if form not in (Form.text, Form.tokens):
         # Raises for a tokenizer without a chat template.
         RecordEncoder(tokenizer).build_template({}, None)
-    settings = TokenisingSettings(tokenizer, form, config, source.root)
+    settings = TokenisingSettings(folder, tokenizer, form, config, source.root)
     shards, num_new, start = [], 0, time.monotonic()
-    results = iter_shards(folder, chain(first, rows), settings, config.num_proc or count_cores())
+    results = iter_shards(chain(first, rows), settings, config.num_proc or count_cores())
     few = len(first) < NUM_ROWS_TO_DETECT
     with closing(results), tqdm(desc="preparing", unit=" rows", disable=few) as bar:
         for shard, is_new in results:

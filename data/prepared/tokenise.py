@@ -50,12 +50,14 @@ class TokenisingSettings:
     """Settings that turn rows into samples.
 
     Attributes:
+        folder: folder of the prepared data.
         tokenizer: the target's tokenizer.
         form: form of the rows.
         config: data settings.
         root: common start of the places of rows. Shards store places without it.
     """
 
+    folder: Path
     tokenizer: PreTrainedTokenizerBase
     form: Form
     config: PackedConfig
@@ -118,25 +120,22 @@ class TokenisingJob:
     """Rows to turn into a shard.
 
     Attributes:
-        folder: folder of the prepared data.
         name: name of the shard's files, without endings.
         rows: rows of the shard; none if it is done.
         done: shard of an earlier start, if its files are whole.
     """
 
-    folder: Path
     name: str
     rows: list[Row]
     done: PreparedShard | None
 
 
 def iter_shards(
-    folder: Path, rows: Iterator[Row], settings: TokenisingSettings, num_proc: int
+    rows: Iterator[Row], settings: TokenisingSettings, num_proc: int
 ) -> Generator[tuple[PreparedShard, bool]]:
     """Yield the shards of all rows in order, writing the missing ones.
 
     Args:
-        folder: folder of the prepared data.
         rows: all rows.
         settings: settings that turn rows into samples.
         num_proc: largest number of worker processes; 1 stays in this process.
@@ -148,7 +147,7 @@ def iter_shards(
         InputError: a row has another form than the others, or a worker was killed.
         OSError: a shard cannot be written.
     """
-    jobs = _iter_jobs(folder, rows)
+    jobs = _iter_jobs(settings.folder, rows)
     first = list(islice(jobs, NUM_SMALL + 1))
     jobs = chain(first, jobs)
     if num_proc == 1 or len(first) <= NUM_SMALL:
@@ -178,7 +177,7 @@ def _iter_jobs(folder: Path, rows: Iterator[Row]) -> Iterator[TokenisingJob]:
             whole = shard.num_rows == len(batch) and shard.is_whole(folder)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             whole = False
-        yield TokenisingJob(folder, name, [] if whole else batch, done=shard if whole else None)
+        yield TokenisingJob(name, [] if whole else batch, done=shard if whole else None)
 
 
 def _iter_batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -284,8 +283,9 @@ def tokenise_shard(job: TokenisingJob, settings: TokenisingSettings) -> Prepared
         unrendered=dict(unrendered),
         highest=max(ids, default=0),
     )
-    write_atomically(job.folder / f"{job.name}{SAFETENSORS_SUFFIX}", content, shared=True)
-    write_atomically(job.folder / f"{job.name}.json", json.dumps(asdict(shard)), shared=True)
+    path = settings.folder / f"{job.name}.json"
+    write_atomically(path.with_suffix(SAFETENSORS_SUFFIX), content, shared=True)
+    write_atomically(path, json.dumps(asdict(shard)), shared=True)
     return shard
 
 

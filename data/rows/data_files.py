@@ -365,8 +365,7 @@ def _iter_table_rows(file: Path, digest: "hashlib._Hash") -> Iterator[Row]:
     number, name = 0, parse_file_ending(file).removeprefix(".").capitalize()
     try:
         with file.open("rb") as stream:
-            for chunk in iter(lambda: stream.read(1 << 20), b""):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)
         for batch in _iter_table_batches(file):
             batch.validate(full=True)  # a damaged batch may point beyond its end
             for start in range(0, batch.num_rows, BATCH_ROWS):
