@@ -200,7 +200,9 @@ class HostCopier:
     """Copier of tensors to host memory, on a stream beside the computation.
 
     At most `NUM_BATCHES_COPIED` batches are in flight, as a program that runs ahead of its GPU
-    would fill the memory.
+    would fill the memory. torch's pinned allocator rounds sizes up to the next power of two, up to
+    twice the size, so tensors are pieces of blocks of such sizes. A block is free once none of its
+    tensors lives. The unused rest of a block is smaller than the next tensor.
 
     Args:
         device: device of the tensors.
@@ -211,7 +213,8 @@ class HostCopier:
     def __init__(self, device: torch.device, batch_size: int, num_bytes: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._max_in_flight = NUM_BATCHES_COPIED * batch_size
-        self._blocks = PinnedBlocks(num_bytes)
+        self._left, self._used = num_bytes, 0
+        self._block = torch.empty(0, dtype=torch.uint8)
         self._in_flight: deque[torch.cuda.Event] = deque()
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
@@ -231,27 +234,10 @@ class HostCopier:
     def _copy_to_host(self, tensor: Tensor) -> Tensor:
         # Keeps the allocator from reusing this memory before the copy ends.
         tensor.record_stream(self._stream)  # type: ignore[arg-type]
-        return self._blocks.allocate_like(tensor).copy_(tensor, non_blocking=True)
+        return self._allocate_like(tensor).copy_(tensor, non_blocking=True)
 
-
-class PinnedBlocks:
-    """Pinned memory for tensors that a device writes to the host, one after another.
-
-    torch's pinned allocator rounds sizes up to the next power of two, up to twice the size. This
-    class therefore requests blocks of such sizes and cuts them into pieces. A block is free once
-    none of its tensors lives. The unused rest of a block is smaller than the next tensor.
-
-    Args:
-        num_bytes: estimated bytes of all tensors to come.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._left = num_bytes
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def allocate_like(self, tensor: Tensor) -> Tensor:
-        """Allocate an uninitialised tensor with the shape and dtype of another."""
+    def _allocate_like(self, tensor: Tensor) -> Tensor:
+        """Allocate an uninitialised pinned tensor with the shape and dtype of another."""
         size = tensor.numel() * tensor.element_size()
         begin = -(-self._used // ALIGNMENT) * ALIGNMENT
         if begin + size > len(self._block):
