@@ -4,12 +4,10 @@ On-policy distillation (Draft-OPD, arXiv 2605.29343): the target answers the pro
 the head learns along these answers. Verified text is the target's own, whichever head drafts, and
 draft tokens along a text depend on the text alone. A round therefore only stores text, and each
 step learns from the drafts of its current head.
-
-Letters: n texts, N tokens of all texts.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ import torch
 from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from tqdm import tqdm
 
 from conf.command.clock import Stopwatch
@@ -48,6 +45,8 @@ from train.parallel import processes
 GROUP = 4
 """Answers per process and group, as a multiple of the answers written at once."""
 TEXTS = "texts.safetensors"
+"""File of a round: `token_ids` of all texts in a row, `lengths` [n] of the texts and `prompts` [n],
+the tokens of their prompts; int64."""
 MADE = "made_of"
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key of the answering server."""
@@ -77,31 +76,6 @@ class Round(NamedTuple):
         """Yield batches of earlier steps, the latest first, then those of later steps."""
         for other in (*range(self.first, step)[::-1], *range(step + 1, self.last)):
             yield self.draw_global_batch(other, batch_size)
-
-
-class AnsweredPrompts(NamedTuple):
-    """Prompts with the target's answers.
-
-    Attributes:
-        token_ids: [N] int64, prompts and answers concatenated.
-        lengths: [n] int64, tokens of each text, its prompt included.
-        prompts: [n] int64, tokens of each text's prompt.
-    """
-
-    token_ids: Tensor
-    lengths: Tensor
-    prompts: Tensor
-
-    def iter_samples(self) -> Iterator[Sample]:
-        """Yield documents whose answers are supervised."""
-        texts = self.token_ids.split(self.lengths.tolist())
-        for ids, prompt in zip(texts, self.prompts.tolist(), strict=True):
-            yield Sample(ids.tolist(), [place >= prompt for place in range(len(ids))])
-
-    def are_answers_to(self, prompts: Sequence[list[int]]) -> bool:
-        """Tell whether the texts begin with these prompts, in order."""
-        texts = self.token_ids.split(self.lengths.tolist())
-        return [ids[:n].tolist() for ids, n in zip(texts, self.prompts, strict=True)] == prompts
 
 
 @dataclass(frozen=True)
@@ -162,15 +136,22 @@ class Rollouts:
         if texts is None:
             texts, figures = self._generate_round(number, prompts, head)
             if PartialState().is_main_process:
-                tensors, metadata = texts._asdict(), {MADE: json.dumps(self._make_fingerprint())}
+                tensors = {
+                    "token_ids": torch.tensor([token for text in texts for token in text]),
+                    "lengths": torch.tensor(list(map(len, texts))),
+                    "prompts": torch.tensor(list(map(len, prompts))),
+                }
+                metadata = {MADE: json.dumps(self._make_fingerprint())}
                 write_folder(
                     self._get_round_folder(number),
                     lambda folder: save_file(tensors, folder / TEXTS, metadata=metadata),
                 )
         seed = self.seed + number
-        packed = PackedDataset(
-            texts.iter_samples(), self.data.max_length, seed=seed, pad_id=self.data.pad_id
+        samples = (
+            Sample(text, [place >= len(prompt) for place in range(len(text))])
+            for text, prompt in zip(texts, prompts, strict=True)
         )
+        packed = PackedDataset(samples, self.data.max_length, seed=seed, pad_id=self.data.pad_id)
         data = packed if self.served is None else replace(self.served, rows=packed)
         return Round(data, first, first + self.config.steps, seed), figures
 
@@ -207,8 +188,8 @@ class Rollouts:
 
     def _load_written_answers(
         self, number: int, prompts: list[list[int]]
-    ) -> AnsweredPrompts | None:
-        """Load the answers to these prompts that a stopped run has written, if any."""
+    ) -> list[list[int]] | None:
+        """Load the texts of these prompts that a stopped run has written, if any."""
         file = self._get_round_folder(number) / TEXTS
         if not file.exists():
             return None
@@ -219,12 +200,16 @@ class Rollouts:
             json.loads(fingerprint), self._make_fingerprint()
         ):
             return None
-        texts = AnsweredPrompts(**load_tensors(file))
-        return texts if texts.are_answers_to(prompts) else None
+        loaded = load_tensors(file)
+        texts = [ids.tolist() for ids in loaded["token_ids"].split(loaded["lengths"].tolist())]
+        lengths = loaded["prompts"].tolist()
+        begins = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+        return texts if begins == prompts else None
 
     def _generate_round(
         self, number: int, prompts: list[list[int]], head: DraftHead
-    ) -> tuple[AnsweredPrompts, dict[str, float]]:
+    ) -> tuple[list[list[int]], dict[str, float]]:
+        """Generate the texts of the prompts, prompt and answer, and figures of the answers."""
         watch, state = Stopwatch(), PartialState()
         size = GROUP * self.config.batch_size
         groups = [range(begin, len(prompts))[:size] for begin in range(0, len(prompts), size)]
@@ -240,12 +225,7 @@ class Rollouts:
         processes.wait_for_processes()
         by_prompt = dict(gather_items(own_answers))
         answers = [by_prompt[index] for index in range(len(prompts))]
-        token_ids = [prompts[index] + answer.token_ids for index, answer in enumerate(answers)]
-        texts = AnsweredPrompts(
-            token_ids=torch.tensor([token for text in token_ids for token in text]),
-            lengths=torch.tensor(list(map(len, token_ids))),
-            prompts=torch.tensor(list(map(len, prompts))),
-        )
+        texts = [prompts[index] + answer.token_ids for index, answer in enumerate(answers)]
         num_tokens = sum(len(answer.token_ids) for answer in answers)
         steps = [step for answer in answers for step in answer.steps]
         figures = {
