@@ -33,7 +33,6 @@ from train.loss.fused_linear import (
     OffPathScales,
     OffPathTokens,
     RowLosses,
-    Scales,
     Student,
     Teacher,
     build_counted_mask,
@@ -137,7 +136,7 @@ def compute_medusa_loss(
         for k in range(heads.num_heads):
             rows: MatchedRows = batch[SUPERVISION].depths[1 + k]
             states = heads.head_states(k, flat[rows.output_indices])
-            scales: Scales = scale[k].expand(len(states))
+            scales: Tensor | OffPathScales = scale[k].expand(len(states))
             if path is not None:
                 depths = rows.output_indices.new_full((), 1 + k).expand(len(states))
                 scales = OffPathScales(path, rows.output_indices, depths, scales[:])

@@ -148,18 +148,16 @@ def compute_divergence(
 def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """Compute KL(p || q), with gradient q - p."""
     loss = (pair.p_log_p - pair.p_log_q()) / pair.mass - pair.mass.log()
-    if not needs_grad:
-        return LossGrad(loss, None)
-    return LossGrad(loss, torch.addcdiv(pair.q, pair.p, pair.mass.unsqueeze(1), value=-1.0))
+    mass = pair.mass.unsqueeze(1)
+    return LossGrad(loss, torch.addcdiv(pair.q, pair.p, mass, value=-1.0) if needs_grad else None)
 
 
 def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """Compute KL(q || p)."""
     ratio = pair.student.log_q().sub_(pair.log_p())
     loss = dot_rows(pair.q, ratio) + pair.mass.log()
-    if not needs_grad:
-        return LossGrad(loss, None)
-    return LossGrad(loss, ratio.add_((pair.mass.log() - loss).unsqueeze(1)).mul_(pair.q))
+    shift = (pair.mass.log() - loss).unsqueeze(1)
+    return LossGrad(loss, ratio.add_(shift).mul_(pair.q) if needs_grad else None)
 
 
 def js(pair: DistributionPair, needs_grad: bool) -> LossGrad:
@@ -170,10 +168,8 @@ def js(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     from_p = dot_rows(pair.p, log_p.sub_(log_m)) / pair.mass
     log_q_minus_m = log_q.sub_(log_m)
     from_q = dot_rows(pair.q, log_q_minus_m)
-    loss = 0.5 * (from_p + from_q)
-    if not needs_grad:
-        return LossGrad(loss, None)
-    return LossGrad(loss, log_q_minus_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5))
+    grad = log_q_minus_m.sub_(from_q.unsqueeze(1)).mul_(pair.q).mul_(0.5) if needs_grad else None
+    return LossGrad(0.5 * (from_p + from_q), grad)
 
 
 def total_variation(pair: DistributionPair, needs_grad: bool) -> LossGrad:

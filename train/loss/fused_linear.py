@@ -73,13 +73,6 @@ Compare = Callable[..., Any]
 Buffers = dict[tuple[int, torch.dtype], Tensor]
 
 
-class Scales(Protocol):
-    """Weights of student rows: a tensor [M], or an object that learns late which rows weigh 0."""
-
-    def __getitem__(self, rows: RowSelection, /) -> Tensor:
-        """Return the [m] float32 weights of m rows."""
-
-
 class LowRank(NamedTuple):
     """Low-rank product to add to logits.
 
@@ -101,14 +94,14 @@ class Student(NamedTuple):
         teacher_rows: the M teacher rows to compare with.
         scales: [M] float32, factor of each row's loss in the total. `compute_fused_loss` reads the
             factors of a row after it has computed the row's teacher chunk, and all factors again at
-            the end; an object may thus learn the factors from the teacher.
+            the end; `OffPathScales` thus learn from the teacher which rows weigh 0.
         added: low-rank product to add to the projection's logits.
     """
 
     hidden: Tensor
     projection: Projection
     teacher_rows: SortedIndices
-    scales: Scales
+    scales: "Tensor | OffPathScales"
     added: LowRank | None = None
 
     @property
