@@ -125,12 +125,7 @@ def check_unchanged(
 
 
 def find_changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Find the keys whose values differ in two fingerprints, in their order.
-
-    Args:
-        before: fingerprint of the artefact that was made.
-        now: fingerprint of the artefact that would be made.
-    """
+    """Find the keys whose values differ in two fingerprints, in their order."""
     keys = dict.fromkeys([*before, *now])
     differing = [key for key in keys if before.get(key) != now.get(key)]
     unknown = [k for k in keys if k in _UNKNOWN and None in (before.get(k), now.get(k))]

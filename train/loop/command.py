@@ -150,8 +150,7 @@ class TrainingCommand:
             if not (has_vocab_setting or head.vocab.is_full):
                 raise InputError(
                     f"head.path={settings.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} "
-                    f"ids, but {head.title} learn all; name the head before "
-                    "pruning"
+                    f"ids, but {head.title} learn all; name the head before pruning"
                 )
         else:
             vocab = DraftVocab.make_full(target.vocab_size)
@@ -385,13 +384,9 @@ def needs_compile(
 def estimate_and_check_memory(
     accelerator: Accelerator, objective: Objective, config: TrainConfig, length: int
 ) -> memory.BytesByPart | None:
-    """Estimate the memory of a run by part, if a formula is known; rank 0 prints the estimate.
+    """Estimate the memory of a run on packed sequences of `length` tokens, by part, if it is known.
 
-    Args:
-        accelerator: accelerator of the run.
-        objective: objective with its head.
-        config: settings without `auto`, epochs and batch tokens.
-        length: tokens of a packed sequence.
+    Rank 0 prints the estimate.
 
     Raises:
         InputError: the device has too little.

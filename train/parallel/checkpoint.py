@@ -177,13 +177,7 @@ def describe_damage(path: Path) -> str | None:
 
 
 def load_checkpoint(path: Path) -> tuple[Progress, CheckpointTensors]:
-    """Load a checkpoint, with tensors mapped from the disk.
-
-    Args:
-        path: folder of the checkpoint.
-
-    Returns:
-        The progress of the run, and the tensors of head and optimizers.
+    """Load the progress of a checkpoint's run, and its tensors, mapped from the disk.
 
     Raises:
         InputError: the checkpoint is damaged or has another format.

@@ -137,10 +137,7 @@ def uses_fsdp() -> bool:
 
 
 def check_not_sharded(script: str) -> None:
-    """Refuse strategies that shard parameters or optimizer state.
-
-    Args:
-        script: path of the script to name in the message.
+    """Refuse strategies that shard parameters or optimizer state, for a script that is named.
 
     Raises:
         InputError: the launch asks for such a strategy.
@@ -181,8 +178,8 @@ def _set_up_deepspeed(accelerator: Accelerator, config: TrainConfig) -> None:
     """
     if accelerator.distributed_type != utils.DistributedType.DEEPSPEED:
         raise InputError(
-            "ACCELERATE_USE_CPU: switches DeepSpeed off; unset "
-            "it, and hide GPUs with CUDA_VISIBLE_DEVICES="
+            "ACCELERATE_USE_CPU: switches DeepSpeed off; unset it, and hide GPUs with "
+            "CUDA_VISIBLE_DEVICES="
         )
     if config.max_grad_value is not None:
         norm = config.max_grad_norm or config.max_grad_value
