@@ -31,7 +31,6 @@ if __name__ == "__main__":
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from rich.console import Console
 from tqdm import tqdm
@@ -64,20 +63,6 @@ from eval.serving.server_check import (
 from eval.serving.server_load import WITH, WITHOUT, measure_passes, summarise_load
 
 
-@dataclass(frozen=True)
-class ServerAnswerWriter:
-    """Writes earlier answers of a dialogue with the server itself."""
-
-    server: ServingEngine
-
-    def stream_answers(
-        self, prompts: Sequence[list[int]], max_new_tokens: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yield number and answer of each prompt, as the server answers it."""
-        for number, prompt in enumerate(prompts):
-            yield number, self.server.request_answer(prompt, max_new_tokens).text
-
-
 def main(config: ServeRun) -> None:
     """Ask the servers, replay the head, print, and write `serve.json` and its picture."""
     CHECK(config)
@@ -91,9 +76,16 @@ def main(config: ServeRun) -> None:
             servers[WITHOUT] = stack.enter_context(
                 make_serving_engine(config, config.baseline, "baseline", drafts=False)
             )
-        writer = ServerAnswerWriter(server)
+
+        def write_answers(
+            prompts: Sequence[list[int]], max_new_tokens: int
+        ) -> Iterator[tuple[int, list[int]]]:
+            """Let the server itself answer the earlier turns of a dialogue."""
+            for number, prompt in enumerate(prompts):
+                yield number, server.request_answer(prompt, max_new_tokens).text
+
         measurement = stack.enter_context(
-            open_measurement(config, RESULT, may_use_engines=True, writer=writer)
+            open_measurement(config, RESULT, may_use_engines=True, writer=write_answers)
         )
         check_context_window(config, measurement, server)
         identities = {name: [each.name, each.version, each.model] for name, each in servers.items()}

@@ -80,9 +80,9 @@ from data.prepared.packing import PackedDataset
 from data.prepared.prepare import DataReport, prepare_datasets
 from data.rows.row_digests import PROMPTS_FILE
 from eval.decode.generation_config import try_generation_config
-from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
+from eval.measure.engine_answers import AnswerSource, EngineAnswerSource, open_states_pool
 from eval.measure.measurement import join_processes, print_notes
-from eval.measure.target_answers import AnswerSource, LocalAnswerSource
+from eval.measure.target_answers import LocalAnswerSource
 from heads.kinds import HEADS
 from heads.layers.documents import Documents
 from heads.target_model.architecture import (

@@ -24,7 +24,7 @@ from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
 from data.servers.state_files import RelayFiles, StateFiles
 from eval.decode.generation_config import StopRules
-from eval.measure.target_answers import AnswerWithStates
+from eval.measure.target_answers import AnswerWithStates, LocalAnswerSource
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import RemoteTarget, load_early_layers
 from heads.target_model.model import FeatureLayers, TargetOutput
@@ -58,7 +58,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class EngineAnswerSource:
-    """Writes and reads texts of a target whose layers run in engines.
+    """Writes the own greedy texts of a target whose layers run in engines, and reads texts.
 
     Attributes:
         pool: servers of the last layer's state and of the states that a head reads.
@@ -84,7 +84,7 @@ class EngineAnswerSource:
     def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
-        """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
+        """Answer prompts of token ids, each with the states that `taps` name."""
         texts = []
         answers = self.pool.request_answers_with_states(
             prompts, max_new_tokens, build_request_settings(self.target)
@@ -97,7 +97,7 @@ class EngineAnswerSource:
     def encode_response(
         self, prompt: list[int], response: list[int], taps: FeatureLayers
     ) -> TargetOutput:
-        """Request the states of a prompt and a given response. See `AnswerSource`."""
+        """Request states [1, S, D] of a prompt and a given response without its last token."""
         ids = [*prompt, *response[:-1]]
         return self._build_target_output(self.pool.request_states(ids), len(ids), taps)
 
@@ -111,6 +111,9 @@ class EngineAnswerSource:
         }
         last = target.final_norm(here[f"{LAYER_PREFIX}{target.num_layers}"])
         return TargetOutput(last, {index: here[f"{LAYER_PREFIX}{index}"] for index in taps.layers})
+
+
+AnswerSource = LocalAnswerSource | EngineAnswerSource
 
 
 def build_request_settings(

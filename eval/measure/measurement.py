@@ -36,7 +36,7 @@ from eval.measure.data_statement import (
     compare_statements,
     format_training_notes,
 )
-from eval.measure.engine_answers import EngineAnswerSource, open_states_pool
+from eval.measure.engine_answers import AnswerSource, EngineAnswerSource, open_states_pool
 from eval.measure.measured_head import MeasuredHead, get_device_name, load_measured_head
 from eval.measure.prompts import (
     Prompt,
@@ -47,7 +47,7 @@ from eval.measure.prompts import (
     select_user_messages,
 )
 from eval.measure.results import describe_conditions
-from eval.measure.target_answers import AnswerSource, AnswerWriter, LocalAnswerSource
+from eval.measure.target_answers import AnswerWriter, LocalAnswerSource
 from eval.preflight_checks import adopt_head_target, check_measurement
 from heads.decoding.sampling import Sampling
 from heads.layers.fast_linear import pack_weights, reduce_rank
@@ -81,7 +81,7 @@ class Measurement:
         prompts: this process's share, dialogue by dialogue within each turn.
         spare_prompts: first questions of dialogues that are not measured, for searches.
         engines: engines that run the target's layers.
-        writer: server that writes the answers of earlier turns instead of the target.
+        writer: writes the answers of earlier turns in place of the target.
         resources: stack that closes the engines at the end.
         sampling: how tokens are chosen.
         data: origin of the prompts, for the results file.
@@ -141,7 +141,7 @@ def open_measurement(
         more_heads: paths besides `head.path`.
         may_use_engines: whether engines may run the target's layers; without a head, nothing runs
             the layers.
-        writer: server that writes the answers of earlier turns instead of the target.
+        writer: writes the answers of earlier turns in place of the target.
         like: measurement that differs in data and sampling only, whose target and heads are
             reused; it closes its engines after the new measurement.
 
@@ -320,9 +320,8 @@ def _render_later_turns(
         # The longest first, so that prompts without room fail early.
         going_on.sort(key=lambda p: -len(p.token_ids))
         token_ids = [prompt.token_ids for prompt in going_on]
-        texts = (measurement.writer or measurement.answer_source).stream_answers(
-            token_ids, run.max_new_tokens
-        )
+        write = measurement.writer or measurement.answer_source.stream_answers
+        texts = write(token_ids, run.max_new_tokens)
         told = "the target answers earlier turns"
         for number, ids in tqdm(texts, told, len(token_ids), unit="prompt", disable=not token_ids):
             following = render_next_turns(records, [going_on[number]], [ids], encoder)

@@ -1,8 +1,7 @@
 """The target's own texts, many at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tqdm import tqdm
 
@@ -58,40 +57,19 @@ AnswerWithStates = tuple[list[int], TargetOutput]
 """An answer, and the target's states [1, S, D] of prompt and answer without its last token."""
 
 
-class AnswerWriter(Protocol):
-    """Writes the target's own greedy texts."""
-
-    def stream_answers(
-        self, prompts: Sequence[list[int]], max_new_tokens: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yield numbers and answers of prompts of token ids, as the answers end."""
-
-
-class AnswerSource(AnswerWriter, Protocol):
-    """Writes the target's own greedy texts and reads them, with a target here or in engines.
-
-    Attributes:
-        preferred_batch_size: best number of texts to ask for at a time.
-    """
-
-    @property
-    def preferred_batch_size(self) -> int:
-        """Return the best number of texts to ask for at a time."""
-
-    def answer_with_states(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
-    ) -> list[AnswerWithStates]:
-        """Answer prompts of token ids, with the states that `taps` name."""
-
-    def encode_response(
-        self, prompt: list[int], response: list[int], taps: FeatureLayers
-    ) -> TargetOutput:
-        """Compute states [1, S, D] of a prompt and a given response without its last token."""
+AnswerWriter = Callable[[Sequence[list[int]], int], Iterator[tuple[int, list[int]]]]
+"""Function that answers prompts of token ids, each by a largest number of tokens, and yields number
+and answer of each, as the answers end."""
 
 
 @dataclass(frozen=True)
 class LocalAnswerSource:
-    """Writes and reads texts of a target in this process."""
+    """Writes the own greedy texts of a target in this process, and reads texts.
+
+    Attributes:
+        target: target with its layers.
+        preferred_batch_size: best number of texts to ask for at a time.
+    """
 
     target: Target
     preferred_batch_size = ANSWER_BATCH_SIZE
@@ -107,7 +85,7 @@ class LocalAnswerSource:
     def answer_with_states(
         self, prompts: Sequence[list[int]], max_new_tokens: int, taps: FeatureLayers
     ) -> list[AnswerWithStates]:
-        """Answer prompts, each with the states that `taps` name. See `AnswerSource`."""
+        """Answer prompts of token ids, each with the states that `taps` name."""
         texts = generate_greedy_answers(self.target, prompts, max_new_tokens)
         return [
             (ids, self.target.encode_response(prompt, ids, taps))
@@ -117,5 +95,5 @@ class LocalAnswerSource:
     def encode_response(
         self, prompt: list[int], response: list[int], taps: FeatureLayers
     ) -> TargetOutput:
-        """Compute the states of a prompt and a given response. See `AnswerSource`."""
+        """Compute states [1, S, D] of a prompt and a given response without its last token."""
         return self.target.encode_response(prompt, response, taps)

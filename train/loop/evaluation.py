@@ -28,8 +28,8 @@ from eval.measure.acceptance_stats import (
     format_interval,
     tau,
 )
+from eval.measure.engine_answers import AnswerSource
 from eval.measure.replay import Replayable, rank_candidates, replay_tree
-from eval.measure.target_answers import AnswerSource
 from heads.decoding.tree import Tree
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
