@@ -56,6 +56,7 @@ from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode
 from eval.measure.acceptance_stats import (
     PromptSteps,
+    compute_share,
     count_dialogues,
     format_interval,
     format_shown_interval,
@@ -186,8 +187,7 @@ def measure_acceptance(
     result = {"mode": config.mode.value, **chain, measurement.head.tree_name: tree}
     if config.mode is Mode.replay:
         depths = zip(*(row["agreement"] for row in rows), strict=True)
-        flat = [[agrees for text in texts for agrees in text] for texts in depths]
-        result["agreement"] = [sum(depth) / max(1, len(depth)) for depth in flat]
+        result["agreement"] = [compute_share(a for text in texts for a in text) for texts in depths]
     return result
 
 

@@ -7,7 +7,6 @@ pays.
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from eval.measure.acceptance_stats import (
     Interval,
     PromptSteps,
     bootstrap_speedup,
-    compute_percentiles_ms,
+    compute_waits_ms,
     format_interval,
     format_length_bucket,
     group_by,
@@ -328,15 +327,7 @@ def summarise_batch_size(
             "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
             "speedup": compute_speedup(name, baseline, runs, "total"),
             "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
-            "first_token_ms": compute_percentiles_ms(
-                [[s for text in texts for s in text.arrivals[:1]] for texts in repeats]
-            ),
-            "between_tokens_ms": compute_percentiles_ms(
-                [
-                    [after - s for text in texts for s, after in pairwise(text.arrivals)]
-                    for texts in repeats
-                ]
-            ),
+            **compute_waits_ms([[text.arrivals for text in texts] for texts in repeats]),
         }
     return {"baseline": baseline, "methods": rows}
 

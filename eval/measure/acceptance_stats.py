@@ -24,9 +24,11 @@ Sources: vLLM 0.32 `benchmarks/serve.py`, `v1/spec_decode/metrics.py`; SGLang
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -104,12 +106,8 @@ def summarise_acceptance(
         groups = group_by(sorted(prompts, key=key), lambda prompt: name_of(key(prompt)))
         return {
             name: {
-                "tau": tau(members),
+                **_compute_group_figures(members, depth),
                 "ci95": compute_tau_interval(members, seed),
-                "per_draft": compute_mean_acceptance_length(
-                    [member.build_row() for member in members]
-                ),
-                "alpha": alpha(members, depth),
                 "num_prompts": len(members),
             }
             for name, members in groups.items()
@@ -142,28 +140,38 @@ def summarise_acceptance(
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
     """Compute the mean tokens per verify pass; 1.0 without passes."""
-    steps = [step for prompt in prompts for step in prompt.steps]
-    return sum(step.num_emitted for step in steps) / len(steps) if steps else 1.0
+    return _compute_tau([(s.num_emitted, 1) for prompt in prompts for s in prompt.steps])
 
 
 def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     """Compute the conditional acceptance per depth; 0.0 for a depth that was never reached."""
     steps = [step for prompt in prompts for step in prompt.steps]
-    rates = []
-    for d in range(1, depth + 1):
-        reached = [step for step in steps if step.num_accepted >= d - 1 and step.num_left >= d]
-        num_accepted = sum(step.num_accepted >= d for step in reached)
-        rates.append(num_accepted / len(reached) if reached else 0.0)
-    return rates
+    return [
+        compute_share(
+            s.num_accepted >= d for s in steps if s.num_accepted >= d - 1 and s.num_left >= d
+        )
+        for d in range(1, depth + 1)
+    ]
 
 
 def compute_per_position(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
     """Compute the share of all passes that kept depth d: vLLM's per-position acceptance."""
     steps = [step for prompt in prompts for step in prompt.steps]
-    return [
-        sum(step.num_accepted >= d for step in steps) / len(steps) if steps else 0.0
-        for d in range(1, depth + 1)
-    ]
+    return [compute_share(s.num_accepted >= d for s in steps) for d in range(1, depth + 1)]
+
+
+def compute_share(facts: Iterable[bool]) -> float:
+    """Compute the share of facts that hold; 0.0 without facts."""
+    values = list(facts)
+    return sum(values) / max(1, len(values))
+
+
+def _compute_group_figures(prompts: Sequence[PromptSteps], depth: int) -> dict[str, Any]:
+    return {
+        "tau": tau(prompts),
+        "per_draft": compute_mean_acceptance_length([prompt.build_row() for prompt in prompts]),
+        "alpha": alpha(prompts, depth),
+    }
 
 
 def compute_part_figures(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
@@ -173,25 +181,20 @@ def compute_part_figures(prompts: Sequence[PromptSteps], depth: int) -> dict[str
     """
     if not any(prompt.num_thinking for prompt in prompts):
         return {}
-    parts: dict[str, list[Step]] = {"thinking": [], "answer": []}
-    drafted: dict[str, list[int]] = {"thinking": [], "answer": []}
+    parts: dict[str, list[PromptSteps]] = {"thinking": [], "answer": []}
     for prompt in prompts:
         place = 1  # the prompt's own pass gives the first token
         sizes = prompt.drafted or [depth] * len(prompt.steps)
         for step, size in zip(prompt.steps, sizes, strict=True):
             part = "thinking" if place < prompt.num_thinking else "answer"
-            parts[part].append(step)
-            drafted[part].append(size)
+            parts[part].append(PromptSteps("", [step], [size]))
             place += step.num_emitted
-    texts = {name: [PromptSteps("", steps, drafted[name])] for name, steps in parts.items()}
     return {
         name: {
-            "tau": tau(text),
-            "per_draft": compute_mean_acceptance_length([text[0].build_row()]),
-            "alpha": alpha(text, depth),
-            "num_tokens": sum(step.num_emitted for step in text[0].steps),
+            **_compute_group_figures(passes, depth),
+            "num_tokens": sum(each.steps[0].num_emitted for each in passes),
         }
-        for name, text in texts.items()
+        for name, passes in parts.items()
     }
 
 
@@ -202,11 +205,8 @@ def select_tree_figures(result: dict[str, Any]) -> dict[str, Any]:
 
 def count_accepted_histogram(rows: Iterable[Mapping[str, Any]], depth: int) -> list[int]:
     """Count passes by their accepted draft tokens, bonus token excluded: [depth + 1]."""
-    passes = [0] * (depth + 1)
-    for row in rows:
-        for accepted in row["accepted"]:
-            passes[accepted] += 1
-    return passes
+    passes = Counter(accepted for row in rows for accepted in row["accepted"])
+    return [passes[accepted] for accepted in range(depth + 1)]
 
 
 def format_length_bucket(prompt_tokens: int) -> str:
@@ -265,24 +265,17 @@ def compute_mean_acceptance_length(rows: Sequence[Mapping[str, Any]]) -> float |
 
 
 def _compute_means(count: str, texts: Sequence[PassCounts]) -> dict[str, float | None]:
-    turns = [text.ratios[count] for text in texts]
-    dialogues = group_by(range(len(texts)), lambda number: texts[number].dialogue)
-    sums = [_sum_ratios([turns[number] for number in numbers]) for numbers in dialogues.values()]
-    return {
-        "pooled": _average_ratios([_sum_ratios(turns)]),
-        "turns": _average_ratios(turns),
-        "dialogues": _average_ratios(sums),
-    }
+    dialogues = group_by(texts, lambda text: text.dialogue).values()
+    groups: list[list[Sequence[PassCounts]]] = [[texts], [[text] for text in texts], [*dialogues]]
 
+    def average_ratios(groups: Sequence[Sequence[PassCounts]]) -> float | None:
+        """Average ratios, except of texts of one token: no pass, and no figure in engines."""
+        ratios = [[text.ratios[count] for text in group] for group in groups]
+        sums = [(sum(a for a, _ in group), sum(b for _, b in group)) for group in ratios]
+        values = [above / below for above, below in sums if below]
+        return sum(values) / len(values) if values else None
 
-def _sum_ratios(ratios: Sequence[Ratio]) -> Ratio:
-    return sum(above for above, _ in ratios), sum(below for _, below in ratios)
-
-
-def _average_ratios(ratios: Iterable[Ratio]) -> float | None:
-    """Average ratios, except of texts of one token: no pass, and no figure in engines."""
-    values = [above / below for above, below in ratios if below]
-    return sum(values) / len(values) if values else None
+    return dict(zip(MEANS, map(average_ratios, groups), strict=True))
 
 
 def print_acceptance_lengths(
@@ -332,11 +325,7 @@ def bootstrap_interval(
 
 def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     """Compute the 95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
-    # Sums stand for a dialogue's passes.
-    sums = [
-        (sum(s.num_emitted for p in group for s in p.steps), sum(len(p.steps) for p in group))
-        for group in group_by(prompts, lambda prompt: prompt.dialogue).values()
-    ]
+    sums = _sum_by_dialogue([prompt.build_row() for prompt in prompts])
     return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
 
 
@@ -406,26 +395,42 @@ def compare_tau(
         second: rows of the same prompts, in the same order.
         seed: seed of the resampling.
     """
-    pairs: dict[int, list[int]] = {}
     for one, other in zip(first, second, strict=True):
         assert (one["dialogue"], one["turn"]) == (other["dialogue"], other["turn"])
-        sums = pairs.setdefault(one["dialogue"], [0, 0, 0, 0])
-        for place, row in ((0, one), (2, other)):
-            sums[place] += sum(row["emitted"])
-            sums[place + 1] += len(row["emitted"])
+    pairs = list(zip(_sum_by_dialogue(first), _sum_by_dialogue(second), strict=True))
 
-    def difference(drawn: Sequence[list[int]]) -> float:
-        return _compute_tau([(c, d) for _, _, c, d in drawn]) - _compute_tau(
-            [(a, b) for a, b, _, _ in drawn]
-        )
+    def difference(drawn: Sequence[tuple[Ratio, Ratio]], _runs: object = None) -> float:
+        return _compute_tau([new for _, new in drawn]) - _compute_tau([old for old, _ in drawn])
 
-    groups = list(pairs.values())
-    return difference(groups), bootstrap_interval(groups, lambda drawn, _: difference(drawn), seed)
+    return difference(pairs), bootstrap_interval(pairs, difference, seed)
 
 
-def _compute_tau(sums: Sequence[tuple[int, int]]) -> float:
-    num_emitted, num_steps = map(sum, zip(*sums, strict=True))
-    return num_emitted / num_steps if num_steps else 1.0
+def _sum_by_dialogue(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
+    """Sum emitted tokens and passes over each dialogue's rows of `PromptSteps.build_row`."""
+    dialogues = group_by(rows, lambda row: row["dialogue"]).values()
+    emitted = [[tokens for row in group for tokens in row["emitted"]] for group in dialogues]
+    return [(sum(tokens), len(tokens)) for tokens in emitted]
+
+
+def _compute_tau(sums: Sequence[Ratio]) -> float:
+    num_steps = sum(passes for _, passes in sums)
+    return sum(tokens for tokens, _ in sums) / num_steps if num_steps else 1.0
+
+
+def compute_waits_ms(
+    repeats: Sequence[Sequence[Sequence[float]]],
+) -> dict[str, dict[str, float] | None]:
+    """Compute the waits for the first token of a text, and from one arrival to the next, in ms.
+
+    Args:
+        repeats: seconds from a text's start to its arrivals, of each text in each repeat.
+    """
+    gaps = [[b - a for text in texts for a, b in pairwise(text)] for texts in repeats]
+    first = [[seconds for text in texts for seconds in text[:1]] for texts in repeats]
+    return {
+        "first_token_ms": compute_percentiles_ms(first),
+        "between_tokens_ms": compute_percentiles_ms(gaps),
+    }
 
 
 def compute_percentiles_ms(repeats: Sequence[Sequence[float]]) -> dict[str, float] | None:

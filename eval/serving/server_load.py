@@ -5,7 +5,6 @@ import secrets
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from tqdm import tqdm
@@ -19,7 +18,11 @@ from data.servers.serving_engines import (
     StreamedText,
     TextRequest,
 )
-from eval.measure.acceptance_stats import bootstrap_speedup, compute_percentiles_ms
+from eval.measure.acceptance_stats import (
+    bootstrap_speedup,
+    compute_percentiles_ms,
+    compute_waits_ms,
+)
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import Prompt
 
@@ -127,20 +130,16 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
         if WITHOUT in passes and name != WITHOUT:
             costs = _list_costs(repeats), _list_costs(passes[WITHOUT])
             speedup, bounds = bootstrap_speedup([p.dialogue for p in prompts], *costs, seed)
+        arrivals = [[text.arrivals_s for text in each.texts] for each in repeats]
         rows[name] = {
             "tokens_per_s": statistics.median(
                 _count_tokens(each) / each.seconds for each in repeats
             ),
             "speedup": speedup,
             "speedup_ci95": bounds,
-            "first_token_ms": compute_percentiles_ms(
-                [[text.arrivals_s[0] for text in each.texts] for each in repeats]
-            ),
-            "between_tokens_ms": compute_percentiles_ms(
-                [[gap for text in each.texts for gap in _compute_gaps(text)] for each in repeats]
-            ),
+            **compute_waits_ms(arrivals),
             "request_ms": compute_percentiles_ms(
-                [[text.arrivals_s[-1] for text in each.texts] for each in repeats]
+                [[text[-1] for text in texts] for texts in arrivals]
             ),
             "num_tokens": [_count_tokens(each) for each in repeats],
             "per_draft": _compute_acceptance_length([each.counts for each in repeats]),
@@ -148,10 +147,6 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
             "num_accepted": [sum(each.counts.accepted) for each in repeats],
         }
     return {"baseline": WITHOUT if WITHOUT in passes else None, "methods": rows}
-
-
-def _compute_gaps(text: StreamedText) -> list[float]:
-    return [after - before for before, after in pairwise(text.arrivals_s)]
 
 
 def _count_tokens(each: LoadMeasurement) -> int:
