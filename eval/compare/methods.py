@@ -215,19 +215,26 @@ class MethodBuilder:
                 makers[f"{family}_{shape}{number}"] = partial(self._build_head_method, head, shape)
             makers[f"{family}_suffix{number}"] = partial(self._build_hybrid_method, head)
             if HEADS[family].has_static_tree and not self.sampling.is_greedy:
-                makers[f"{family}_typical{number}"] = partial(self._build_typical_method, head)
+                rule = Typical(self.config.typical.threshold, self.config.typical.alpha)
+                makers[f"{family}_typical{number}"] = partial(
+                    self._build_head_method, head, "tree", replace(self.sampling, typical=rule)
+                )
         if self.config.draft.path is not None:
             makers |= self._list_draft_model_makers(self.config.draft.path, single)
 
         limits = (lookup.num_tokens, lookup.max_ngram, lookup.min_ngram)
         guesses = (lookahead.window, lookahead.level, lookahead.num_guesses)
+        usual = GPU_NODES if self.target.device.type == "cuda" else CPU_NODES
+        recycled = build_recycling_tree(self.config.recycling.num_tokens or usual)
         makers |= {
             "prompt_lookup": lambda: self._build_engine_method(lambda _: PromptLookup(*limits)),
             "ngram": lambda: self._build_engine_method(lambda _: NgramModel(*limits)),
             "suffix": lambda: self._build_remembering_method(
                 self._make_suffix_tree, lambda _, answers: self._make_suffix_drafter(answers)
             ),
-            "recycling": self._build_recycling_method,
+            "recycling": lambda: self._build_remembering_method(
+                SuccessorTable, lambda _, store: Recycling(store, recycled), recycled
+            ),
             "lookahead": lambda: self._build_engine_method(lambda _: Lookahead(*guesses)),
         }
         if not self.target.attention_pattern.shares_keys:
@@ -281,19 +288,14 @@ class MethodBuilder:
 
         return Method(run)
 
-    def _build_head_method(self, head: MeasuredHead, shape: str) -> Method:
-        tree = head.tree if shape == "tree" else head.chain
+    def _build_head_method(
+        self, head: MeasuredHead, shape: str, sampling: Sampling | None = None
+    ) -> Method:
+        tree, chosen = head.tree if shape == "tree" else head.chain, sampling or self.sampling
         return self._build_engine_method(
-            lambda seeds: head.make_drafter(shape, self.sampling, seeds),
+            lambda seeds: head.make_drafter(shape, chosen, seeds),
             tree if isinstance(tree, Tree) else None,
-        )
-
-    def _build_typical_method(self, head: MeasuredHead) -> Method:
-        rule = self.config.typical
-        lossy = replace(self.sampling, typical=Typical(rule.threshold, rule.alpha))
-        assert isinstance(head.tree, Tree)
-        return self._build_engine_method(
-            lambda seeds: head.make_drafter("tree", lossy, seeds), head.tree, lossy
+            chosen,
         )
 
     def _list_draft_model_makers(self, path: str, single: bool) -> dict[str, Callable[[], Method]]:
@@ -305,10 +307,19 @@ class MethodBuilder:
         if not has_same_tokenizer(self.target, model):
             for name in ("draft_tree", "generate_assisted"):
                 self.obstacles[name] = "the tokenizer of draft.path is not the target's"
-            return {"draft_chain": partial(self._build_cross_tokenizer_method, model)}
+            cross = (model, self.target.tokenizer, settings.num_tokens)
+            make = partial(self._build_engine_method, lambda _: CrossTokenizerDrafter(*cross))
+            return {"draft_chain": make}
+        num_tokens, first, paths = settings.num_tokens, None, settings.tree
+        if settings.heuristic:
+            num_tokens, first = settings.max_tokens, settings.num_tokens
         makers: dict[str, Callable[[], Method]] = {
-            "draft_chain": partial(self._build_draft_chain_method, model),
-            "draft_tree": partial(self._build_draft_tree_method, model),
+            "draft_chain": lambda: self._build_draft_model_method(
+                model, Tree.make_chain(num_tokens), DraftLength(first, settings.confidence)
+            ),
+            "draft_tree": lambda: self._build_draft_model_method(
+                model, Tree.from_paths(paths) if paths else make_default_tree(settings.num_tokens)
+            ),
         }
         # transformers takes differently padded vocabularies for different tokenizers.
         sizes = {self.target.config.vocab_size, model.config.vocab_size}
@@ -333,21 +344,6 @@ class MethodBuilder:
         rank = self.config.output_rank
         return model if rank is None else make_low_rank_target(model, rank)
 
-    def _build_draft_chain_method(self, model: Target) -> Method:
-        settings = self.config.draft
-        first = settings.num_tokens if settings.heuristic else None
-        tree = Tree.make_chain(settings.max_tokens if settings.heuristic else settings.num_tokens)
-        return self._build_draft_model_method(model, tree, DraftLength(first, settings.confidence))
-
-    def _build_draft_tree_method(self, model: Target) -> Method:
-        paths = self.config.draft.tree
-        tree = (
-            make_default_tree(self.config.draft.num_tokens)
-            if paths is None
-            else Tree.from_paths(paths)
-        )
-        return self._build_draft_model_method(model, tree)
-
     def _build_draft_model_method(
         self, model: Target, tree: Tree, length: DraftLength | None = None
     ) -> Method:
@@ -356,12 +352,6 @@ class MethodBuilder:
             return DraftModel(model, tree, *drawn, length, self.target.vocab_size)
 
         return self._build_engine_method(make, tree)
-
-    def _build_cross_tokenizer_method(self, model: Target) -> Method:
-        num_tokens = self.config.draft.num_tokens
-        return self._build_engine_method(
-            lambda _: CrossTokenizerDrafter(model, self.target.tokenizer, num_tokens)
-        )
 
     def _build_hybrid_method(self, head: MeasuredHead) -> Method:
         def make(seeds: list[int], answers: SuffixTree) -> Drafter:
@@ -377,13 +367,6 @@ class MethodBuilder:
     def _make_suffix_drafter(self, answers: SuffixTree) -> SuffixDrafter:
         limits = self.config.suffix
         return SuffixDrafter(answers, limits.num_tokens, limits.factor, limits.min_prob)
-
-    def _build_recycling_method(self) -> Method:
-        usual = GPU_NODES if self.target.device.type == "cuda" else CPU_NODES
-        tree = build_recycling_tree(self.config.recycling.num_tokens or usual)
-        return self._build_remembering_method(
-            SuccessorTable, lambda _, store: Recycling(store, tree), tree
-        )
 
     def _build_early_exit_method(self) -> Method:
         settings = self.config.self_draft
