@@ -50,7 +50,7 @@ from tqdm import tqdm
 from conf.command.jsonl_store import JsonlStore
 from conf.command.run_record import collect_changed_settings, to_json
 from conf.errors import InputError
-from conf.files import write_atomically
+from conf.files import load_json
 from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
 from data.embedded import fill_default_paths
 from eval.decode.engine import Step, decode
@@ -75,7 +75,7 @@ from eval.measure.measurement import (
 )
 from eval.measure.prompts import Prompt, count_thinking_tokens
 from eval.measure.replay import compare_first_choices, rank_candidates, replay_drafter, replay_tree
-from eval.measure.results import export_results, format_conditions
+from eval.measure.results import export_results, format_conditions, write_files
 from eval.measure.target_answers import AnswerWithStates
 from eval.measure.verdict import judge_acceptance, print_verdict
 from eval.report.plots import plot_acceptance, plot_comparison
@@ -108,9 +108,14 @@ def main(config: AcceptanceRun) -> None:
     if first is None or first.is_main_process:
         console = Console()
         console.print(build_conditions_table(results))
-        files = write_conditions(config, results)
-        plot_comparison(results, files[-1], "")
-        console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
+        path = Path(config.out_dir) / CONDITIONS_FILE
+        content = {
+            "head": config.head.path, "target": config.target.path,
+            "conditions": build_condition_rows(results),
+        }  # fmt: skip
+        write_files({path: json.dumps(content, indent=2) + "\n"}, f"out_dir={config.out_dir}")
+        plot_comparison(results, picture := path.with_suffix(".png"), "")
+        console.print(f"wrote {path}, {picture}", highlight=False, soft_wrap=True)
         print_conclusion(config, next(iter(results.values())))
 
 
@@ -271,18 +276,16 @@ def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
     Raises:
         InputError: the result has other settings.
     """
-    path = Path(run.out_dir) / "acceptance.json"
-    if not path.exists():
-        return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    if result.get("config") != to_json(run):
+    path = Path(run.out_dir) / RESULT
+    result = load_json(path)
+    if result is not None and result.get("config") != to_json(run):
         raise InputError(f"out_dir: {path} is of other settings; choose another out_dir")
     return result
 
 
 def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
     """Build a table with a row per condition; its `tokens` are the median of prompt tokens."""
-    rows = _build_condition_rows(results)
+    rows = build_condition_rows(results)
     parts = [
         part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
     ]
@@ -302,27 +305,8 @@ def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
     return table
 
 
-def write_conditions(config: AcceptanceRun, results: Mapping[str, dict[str, Any]]) -> list[Path]:
-    """Write `conditions.json`, a row per condition.
-
-    Returns:
-        Paths of the file, and of the picture that belongs beside the file.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    path = Path(config.out_dir) / CONDITIONS_FILE
-    rows = _build_condition_rows(results)
-    content = {"head": config.head.path, "target": config.target.path, "conditions": rows}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise InputError(f"out_dir={config.out_dir}: cannot write {path}: {error}") from error
-    return [path, path.with_suffix(".png")]
-
-
-def _build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Build the figures of `conditions.json` for each condition, by its name."""
     rows = {}
     for name, result in results.items():
         tau_by_part = {part: figures["tau"] for part, figures in result["by_part"].items()}

@@ -126,9 +126,8 @@ def format_setting_changes(
         ("target_dtype", "the target in ", "so its states are rounded otherwise"),
     ):
         if before[key] != now[key]:
-            old, new = (_format_value(each[key]) for each in (before, now))
+            old, new = (
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                for value in (before[key], now[key])
+            )
             yield f"{was} with {words}{old}, but {is_now} with {words}{new}, {effect}"
-
-
-def _format_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

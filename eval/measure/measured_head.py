@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from conf.errors import InputError
-from conf.files import find_local_path, write_atomically
+from conf.files import find_local_path, load_json
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
+from eval.measure.results import write_files
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
@@ -74,11 +75,14 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
     """Load a head and choose its shapes; `attach` follows once there is a target.
 
     Raises:
-        InputError: there is no head, or the head cannot draft the shapes that are asked.
+        InputError: there is no head, the head cannot draft the shapes that are asked, or the file
+            of its shape is not JSON.
     """
     assert ref.path is not None
     head = load_head(ref.path, ref.revision, ref.layers)
-    stored = _load_stored_shape(ref)
+    stored = load_json(locate_head(ref.path, ref.revision) / SHAPE_FILE) or {}
+    if stored.get("device") != get_device_name():
+        stored = {}
     check_depth(run.depth, head.max_draft_tokens)
     check_depth(run.dynamic_tree.depth, head.max_draft_tokens, "dynamic_tree.depth")
     usual = head.make_default_shape()
@@ -103,23 +107,6 @@ def load_measured_head(run: MeasureRun, ref: HeadRef) -> MeasuredHead:
     return MeasuredHead(ref.path, head, shape, chain, searched_on)
 
 
-def _load_stored_shape(ref: HeadRef) -> dict[str, Any]:
-    """Read the shape beside a head; empty if it is missing or of another kind of device.
-
-    Raises:
-        InputError: the file is not JSON.
-    """
-    assert ref.path is not None
-    path = locate_head(ref.path, ref.revision) / SHAPE_FILE
-    if not path.is_file():
-        return {}
-    try:
-        stored = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); delete it") from None
-    return stored if stored.get("device") == get_device_name() else {}
-
-
 def store_shape(head: MeasuredHead, content: dict[str, Any], out_dir: Path) -> Path:
     """Write SHAPE_FILE beside a head, or into `out_dir` if the head is on the Hub.
 
@@ -127,11 +114,7 @@ def store_shape(head: MeasuredHead, content: dict[str, Any], out_dir: Path) -> P
         InputError: the file cannot be written.
     """
     path = (find_local_path("head.path", head.path) or out_dir) / SHAPE_FILE
-    try:
-        write_atomically(path, json.dumps(content) + "\n")
-    except OSError as error:
-        raise InputError(f"head.path={head.path}: cannot write {path}: {error}") from error
-    return path
+    return write_files({path: json.dumps(content) + "\n"}, f"head.path={head.path}")[0]
 
 
 def get_device_name() -> str:

@@ -21,7 +21,7 @@ from conf.command.environment import check_launch
 from conf.command.jsonl_store import PARTIAL, JsonlStore
 from conf.command.run_record import collect_provenance, flatten_settings, to_json
 from conf.errors import InputError
-from conf.files import write_atomically
+from conf.files import make_folder
 from conf.settings.data import OnBadRow
 from conf.settings.drafting import HeadRef
 from conf.settings.measure import MeasureRun
@@ -46,7 +46,7 @@ from eval.measure.prompts import (
     select_process_prompts,
     select_user_messages,
 )
-from eval.measure.results import describe_conditions
+from eval.measure.results import describe_conditions, write_files
 from eval.measure.target_answers import AnswerWriter, LocalAnswerSource
 from eval.preflight_checks import adopt_head_target, check_measurement
 from heads.decoding.sampling import Sampling
@@ -158,8 +158,7 @@ def open_measurement(
     assert run.data.path is not None
     records = load_records(run.data.path, run.data)
     print_notes(*records.format_lines())
-    refs = [HeadRef(path) for path in more_heads]
-    refs = refs if run.head.path is None else [run.head, *refs]
+    refs = [*([] if run.head.path is None else [run.head]), *map(HeadRef, more_heads)]
     heads = like.heads if like else [load_measured_head(run, ref) for ref in refs]
     target = like.embeddings_and_output_head if like else _open_target(run, heads, may_use_engines)
     print_notes(
@@ -184,16 +183,18 @@ def open_measurement(
     if state.is_main_process:
         print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
-        for head in heads:
-            window = head.draft_head.max_positions or max(lengths)
-            if beyond := sum(length > window for length in lengths):
-                print_notes(
-                    f"{head.path}: knows {window} positions (max_position_embeddings), but "
-                    f"{beyond} of {len(prompts)} texts may be longer; beyond them it drafts nothing"
-                )
+        windows = [(head.path, head.draft_head.max_positions or max(lengths)) for head in heads]
+        print_notes(
+            *(
+                f"{path}: knows {window} positions (max_position_embeddings), but {beyond} of "
+                f"{len(prompts)} texts may be longer; beyond them it drafts nothing"
+                for path, window in windows
+                if (beyond := sum(length > window for length in lengths))
+            )
+        )
         identity = identify_target(run.target, target.tokenizer, target.dtype)
-        for ref in refs:
-            print_notes(format_target_change("head.path", str(ref.path), ref.revision, identity))
+        heads_and_target = ((str(ref.path), ref.revision, identity) for ref in refs)
+        print_notes(*(format_target_change("head.path", *each) for each in heads_and_target))
     digests = [compute_prompt_digest(chosen[prompt.dialogue]) for prompt in prompts]
     trained_on = [
         compare_statements(str(ref.path), trained, digests)
@@ -227,7 +228,8 @@ def open_measurement(
         "most_turns": max(len(select_user_messages(record)) for record in chosen),
     }
     sampling = Sampling(run.temperature, run.top_p, run.top_k, min_p=run.min_p)
-    spare = _select_spare_prompts(run, records.records, target, encoder)
+    others = records.records[len(chosen) : len(chosen) + NUM_SPARE]
+    spare = _render_spare_prompts(run, others, target, encoder)
     resources, main = ExitStack(), state.is_main_process
     engines = like.engines if like else None
     if may_use_engines and run.target.engine and like is None:
@@ -266,29 +268,23 @@ def _open_engines(
     run: MeasureRun, target: Any, heads: Sequence[MeasuredHead], prompts: Sequence[Prompt]
 ) -> AbstractContextManager[HiddenStatesPool]:
     """Open the engines that give the hidden states that heads read."""
-    layers = {index for head in heads for index in head.draft_head.taps.layers} | {
-        target.num_layers
-    }
+    layers = {index for head in heads for index in head.draft_head.taps.layers}
     text = max((prompt.token_ids for prompt in prompts), key=len)
-    return open_states_pool(run.target, target, sorted(layers), text)
+    return open_states_pool(run.target, target, sorted({*layers, target.num_layers}), text)
 
 
-def _select_spare_prompts(
+def _render_spare_prompts(
     run: MeasureRun,
     records: Sequence[Record],
     target: EmbeddingsAndOutputHead,
     encoder: RecordEncoder,
 ) -> list[Prompt]:
-    """Choose a few prompts of the data that are not measured, if there are any."""
-    measured = run.data.num_prompts or len(records)
     spare: list[Prompt] = []
-    for record in records[measured : measured + NUM_SPARE]:
-        try:
+    for record in records:
+        with suppress(InputError):  # these prompts are optional
             [prompt] = render_first_turns([record], encoder)
             check_prompt(target, prompt, run.max_new_tokens)
-        except InputError:  # this prompt is optional
-            continue
-        spare.append(prompt)
+            spare.append(prompt)
     return spare
 
 
@@ -425,12 +421,19 @@ def write_result(
     """Write `out_dir/name` completely or not at all, with the settings that produced it."""
     target = measurement.embeddings_and_output_head
     origin = {**measurement.data, "version": find_dataset_revision(measurement.data["path"])}
+    if isinstance(target, Target):
+        layers = {
+            "target_attention": target.attention_description,
+            "target_state_bytes": target.state_bytes,
+        }
+    else:
+        layers = {"engines": measurement.engines.server_lines if measurement.engines else []}
     result = {
         **result,
         "head": run.head.path,
         "target_identity": to_json(identify_target(run.target, target.tokenizer, target.dtype)),
         "target_dtype": str(target.dtype).removeprefix("torch."),
-        **_describe_target_layers(measurement),
+        **layers,
         "device": get_device_name(),
         "torch_threads": torch.get_num_threads(),
         **{name: getattr(run, name) for name in STATED_SETTINGS},
@@ -443,30 +446,15 @@ def write_result(
         **collect_provenance(run, target.name, origin),
     }
     result["conditions"] = describe_conditions(result)
-    path = Path(run.out_dir) / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _join_number_lists(json.dumps(result, indent=2)) + "\n")
-    except OSError as error:
-        raise InputError(f"out_dir={run.out_dir}: cannot write {name}: {error}") from error
+    # A list of numbers stands on one line; strings contain no line breaks.
+    numbers = r"\[\n\s*([-+.,\deE\s]*?)\s*\]"
+    text = re.sub(
+        numbers, lambda found: f"[{' '.join(found[1].split())}]", json.dumps(result, indent=2)
+    )
+    make_folder(Path(run.out_dir))
+    [path] = write_files({Path(run.out_dir) / name: text + "\n"}, f"out_dir={run.out_dir}")
     shutil.rmtree(get_partial_folder(run, name), ignore_errors=True)
     return path
-
-
-def _describe_target_layers(measurement: Measurement) -> dict[str, Any]:
-    """Describe how the target's layers ran, as far as figures depend on it."""
-    target = measurement.embeddings_and_output_head
-    if not isinstance(target, Target):
-        return {"engines": measurement.engines.server_lines if measurement.engines else []}
-    return {
-        "target_attention": target.attention_description,
-        "target_state_bytes": target.state_bytes,
-    }
-
-
-def _join_number_lists(text: str) -> str:
-    """Put each list of numbers of indented JSON on one line; strings contain no line breaks."""
-    return re.sub(r"\[\n\s*([-+.,\deE\s]*?)\s*\]", lambda m: f"[{' '.join(m[1].split())}]", text)
 
 
 def join_processes() -> PartialState:

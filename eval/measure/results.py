@@ -143,11 +143,24 @@ def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
         if is_chain(name, row):
             file_name = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
             files[folder / file_name] = format_golden_lengths({row["draft_tokens"]: row}, result)
+    return write_files(files, f"out_dir={folder}")
+
+
+def write_files(files: Mapping[Path, str], setting: str) -> list[Path]:
+    """Write files, each completely or not at all; return their paths.
+
+    Args:
+        files: texts by path.
+        setting: setting that names the place, for messages.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
     try:
         for path, text in files.items():
             write_atomically(path, text)
     except OSError as error:
-        raise InputError(f"out_dir={folder}: cannot write there: {error}") from error
+        raise InputError(f"{setting}: cannot write there: {error}") from error
     return list(files)
 
 
