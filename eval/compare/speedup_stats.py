@@ -6,7 +6,8 @@ pays.
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from eval.measure.acceptance_stats import (
     format_length_bucket,
     group_by,
     summarise_acceptance,
-    tau,
 )
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt, count_thinking_tokens
@@ -36,6 +36,11 @@ from heads.target_model.model import Target
 
 PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
 TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
+SHARED = (
+    "draft_tokens", "tau", "tau_ci95", "acceptance_length", "alpha", "per_position", "histogram",
+    "num_steps", "num_drafted", "num_accepted", "by_part",
+)  # fmt: skip
+"""Figures of `acceptance.json` that each method has too."""
 WAITS = ("first_token_ms", "between_tokens_ms")
 
 
@@ -44,16 +49,10 @@ def summarise_speedup(
 ) -> dict[str, Any]:
     """Compute the content of `speedup.json`."""
     baseline = select_baseline(methods, runs)
+    tokenizer = measurement.embeddings_and_output_head.tokenizer
     return {
         "methods": {
-            name: _summarise_method(
-                name,
-                method,
-                runs,
-                baseline,
-                measurement.embeddings_and_output_head.tokenizer,
-                config.seed,
-            )
+            name: _summarise_method(name, method, runs, baseline, tokenizer, config.seed)
             for name, method in methods.items()
         },
         "baseline": baseline,
@@ -64,9 +63,7 @@ def summarise_speedup(
         else None,
         "batch_size": config.batch_size,
         "num_repeats": config.num_repeats,
-        "texts": select_shown_texts(
-            measurement.embeddings_and_output_head.tokenizer, methods, runs, config.num_texts
-        ),
+        "texts": select_shown_texts(tokenizer, methods, runs, config.num_texts),
     }
 
 
@@ -83,39 +80,37 @@ def _summarise_method(
     ]  # fmt: skip
     depth = max((step.num_accepted for p in steps for step in p.steps), default=0)
     measured: dict[str, Any] = summarise_acceptance(steps, depth, seed)
-    mean, decode_speedup = tau(steps), compute_speedup(name, baseline, runs, "decode")
+    decode_speedup = compute_speedup(name, baseline, runs, "decode")
     figures: dict[str, Any] = {
-        "draft_tokens": measured["draft_tokens"],
-        "tau": mean,
-        "tau_ci95": measured["tau_ci95"],
+        **{key: measured[key] for key in SHARED},
         "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
         "speedup": compute_speedup(name, baseline, runs, "total"),
         "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
         "decode_tokens_per_s": compute_tokens_per_s(name, runs, "decode"),
         "decode_speedup": decode_speedup,
-        "efficiency": None if decode_speedup is None else decode_speedup / mean,
-        **{
-            key: measured[key]
-            for key in ("acceptance_length", "alpha", "per_position", "histogram")
-        },
+        "efficiency": None if decode_speedup is None else decode_speedup / measured["tau"],
         "num_tokens": sum(len(text.token_ids) for text in texts),
-        **{key: measured[key] for key in ("num_steps", "num_drafted", "num_accepted")},
         "breakdown": _sum_part_seconds(name, runs),
         "lossy": method.lossy,
         "by_category": {},
         "by_input_length": {},
-        "by_part": measured["by_part"],
         **method.settings,
     }
-    if "captured" in method.settings:
-        figures["captures"] = _sum_captures(name, runs)
-    groups: dict[str, Callable[[Prompt], str]] = {
-        "by_category": lambda prompt: prompt.category,
-        "by_input_length": lambda prompt: format_length_bucket(len(prompt.token_ids)),
+    if "captured" in method.settings:  # no other time contains captures
+        times = [text.times for run in runs for text in run.texts[name]]
+        figures["captures"] = {
+            "num": round(sum(each.num_captures for each in times)),
+            "seconds": sum(each.capture for each in times),
+        }
+    groups = {
+        "by_category": group_by(runs, lambda run: run.prompt.category),
+        "by_input_length": group_by(
+            runs, lambda run: format_length_bucket(len(run.prompt.token_ids))
+        ),
     }
-    for key, name_of in groups.items():
+    for key, by_name in groups.items():
         for group, row in measured[key].items():
-            members = [run for run in runs if name_of(run.prompt) == group]
+            members = by_name[group]
             figures[key][group] = {
                 "tau": row["tau"],
                 "tau_ci95": row["ci95"],
@@ -154,13 +149,6 @@ def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
             parts["host"] += idle
     # Either the parts of a step, or the captured step.
     return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
-
-
-def _sum_captures(name: str, runs: list[PromptRun]) -> dict[str, float]:
-    """Sum number and seconds of the captures, which no time contains, over texts and repeats."""
-    times = [text.times for run in runs for text in run.texts[name]]
-    num, seconds = sum(each.num_captures for each in times), sum(each.capture for each in times)
-    return {"num": round(num), "seconds": seconds}
 
 
 def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
@@ -256,9 +244,8 @@ def select_shown_texts(
         for name in methods
         if name == VANILLA or any(sum(run.texts[name][0].drafted) for run in runs)
     ]
-    by_category = group_by(runs, lambda run: run.prompt.category)
-    longest = max(map(len, by_category.values()))
-    rounds = [m[place] for place in range(longest) for m in by_category.values() if place < len(m)]
+    by_category = group_by(runs, lambda run: run.prompt.category).values()
+    rounds = [run for turn in zip_longest(*by_category) for run in turn if run is not None]
     return [
         _color_by_depth(n, run, drafting, tokenizer) for n, run in enumerate(rounds[:num_texts])
     ]
@@ -342,12 +329,9 @@ def find_break_even_size(sizes: dict[str, Any], method: str) -> int | None:
     Returns:
         None if the method is faster at every size.
     """
-    break_even = None
-    for size in sorted(map(int, sizes), reverse=True):
-        if sizes[str(size)]["methods"][method]["speedup"] > 1:
-            break
-        break_even = size
-    return break_even
+    speedups = {int(size): row["methods"][method]["speedup"] for size, row in sizes.items()}
+    pays = max((size for size, speedup in speedups.items() if speedup > 1), default=0)
+    return min((size for size in speedups if size > pays), default=None)
 
 
 def print_concurrency(result: dict[str, Any], console: Console) -> None:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -47,8 +47,7 @@ class PromptRun:
         return [getattr(text.times, part) for text in self.texts[method]]
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One run of a method on some prompts; `id` does not depend on the order."""
 
     id: int
@@ -106,13 +105,11 @@ def measure_methods(
                 journal.append([{"id": job.id, "texts": [asdict(text) for text in texts]}])
     runs = [PromptRun(prompt, {name: [] for name in methods}) for prompt in prompts]
     for job in jobs:
-        first = job.group  # one prompt per job, or a single job
-        for run, text in zip(runs[first:], done[job.id], strict=False):
+        # One prompt per job, or a single job.
+        for run, text in zip(runs[job.group :], done[job.id], strict=False):
             run.texts[job.method].append(text)
-    if (
-        measurement.embeddings_and_output_head is not None
-        and measurement.embeddings_and_output_head.device.type == "cuda"
-    ):
+    target = measurement.embeddings_and_output_head
+    if target is not None and target.device.type == "cuda":
         for name, method in methods.items():
             _profile_busy_seconds(name, method, runs[: len(groups[0])], config.seed, batch_size)
     gathered = gather_items(runs)
@@ -152,11 +149,6 @@ def _run_method(
 
 def _parse_generation(row: dict[str, Any]) -> Generation:
     """Read a text from the result of `asdict`."""
-    return Generation(
-        row["token_ids"],
-        [Step(**step) for step in row["steps"]],
-        [tuple(path) for path in row["paths"]],
-        DecodingTimes(**row["times"]),
-        row["drafted"],
-        row["arrivals"],
-    )
+    steps, paths = [Step(**step) for step in row["steps"]], [tuple(path) for path in row["paths"]]
+    times = DecodingTimes(**row["times"])
+    return Generation(**row | {"steps": steps, "paths": paths, "times": times})
