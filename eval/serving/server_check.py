@@ -91,11 +91,8 @@ def replay_server_text(
         max_new_tokens: largest number of tokens of the text.
         within: whether the server's drafts end with the text (see `DraftCounts.within`).
     """
-    target, head, prompt = (
-        measurement.embeddings_and_output_head,
-        measurement.head,
-        measurement.prompts[number].token_ids,
-    )
+    target, head = measurement.embeddings_and_output_head, measurement.head
+    prompt = measurement.prompts[number].token_ids
     text, whole = served.text, [*served.text, *beyond]
     output = measurement.answer_source.encode_response(prompt, whole, head.draft_head.taps)
     ranked = rank_candidates(head.draft_head, head.chain, output, prompt, whole)
@@ -266,14 +263,19 @@ def summarise_counts(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
-    dialogues = group_by(passes, lambda each: each.dialogue)
+    dialogues = group_by(passes, lambda each: each.dialogue).values()
+
+    def compute_length(drawn: Sequence[Sequence[PassCounts]], _runs: object) -> float:
+        """Compute 1 + accepted / drafts over dialogues that were drawn."""
+        counts = [(text.num_accepted, text.num_drafts) for each in drawn for text in each]
+        accepted, drafts = map(sum, zip(*counts, strict=True))
+        return 1 + accepted / max(1, drafts)
+
     return {
         "acceptance_length": {
             count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
         },
-        "per_draft_ci95": bootstrap_interval(
-            list(dialogues.values()), _compute_acceptance_length, seed
-        ),
+        "per_draft_ci95": bootstrap_interval(list(dialogues), compute_length, seed),
         "per_position": [count / max(1, total.drafts) for count in total.accepted],
         "num_drafts": total.drafts,
         "num_drafted": total.proposed,
@@ -281,13 +283,6 @@ def summarise_counts(
         "accepted": total.accepted,
         "num_tokens": sum(len(text.text) for text in texts),
     }
-
-
-def _compute_acceptance_length(dialogues: Sequence[Sequence[PassCounts]], _runs: object) -> float:
-    """Compute 1 + accepted / drafts over dialogues that were drawn."""
-    drafts = sum(text.num_drafts for dialogue in dialogues for text in dialogue)
-    accepted = sum(text.num_accepted for dialogue in dialogues for text in dialogue)
-    return 1 + accepted / max(1, drafts)
 
 
 def summarise_checks(texts: Sequence[CheckedText]) -> dict[str, Any]:

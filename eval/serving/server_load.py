@@ -85,32 +85,21 @@ def _measure_pass(
     words: str | None = None,
 ) -> LoadMeasurement:
     """Run one pass over all prompts; the texts come in the order of the prompts."""
-    nonce, asked = secrets.token_hex(8), build_sampling_fields(config)
-    jobs = []
-    for number in order:
-        prompt = prompts[number]
-        drawn = (
-            asked | {"seed": compute_prompt_seed(prompt, config.seed)}
-            if config.temperature
-            else asked
-        )
+    nonce, jobs = secrets.token_hex(8), []
+    for prompt in (prompts[number] for number in order):
+        fields: dict[str, float | int] = {"temperature": config.temperature}
+        if config.temperature:
+            fields |= {"top_p": config.top_p, "seed": compute_prompt_seed(prompt, config.seed)}
+            fields |= {} if config.top_k is None else {"top_k": config.top_k}
+            fields |= {"min_p": config.min_p} if config.min_p else {}
         salt = f"{nonce}-{prompt.dialogue}"
-        jobs.append((prompt.token_ids, TextRequest(config.max_new_tokens, drawn, salt=salt)))
+        jobs.append((prompt.token_ids, TextRequest(config.max_new_tokens, fields, salt=salt)))
     with tqdm(total=len(jobs), desc=words, unit="text", disable=words is None) as bar:
         done = server.stream_texts(jobs, size, bar.update)
     by_prompt = dict(zip(order, done.texts, strict=True))
     return LoadMeasurement(
         [by_prompt[number] for number in sorted(by_prompt)], done.seconds, done.counts
     )
-
-
-def build_sampling_fields(config: ServeRun) -> dict[str, float | int]:
-    """Return the sampling fields of a request."""
-    if not config.temperature:
-        return {"temperature": 0}
-    fields: dict[str, float | int] = {"temperature": config.temperature, "top_p": config.top_p}
-    fields |= {} if config.top_k is None else {"top_k": config.top_k}
-    return fields | ({"min_p": config.min_p} if config.min_p else {})
 
 
 def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int) -> dict[str, Any]:
@@ -130,6 +119,8 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
         if WITHOUT in passes and name != WITHOUT:
             costs = _list_costs(repeats), _list_costs(passes[WITHOUT])
             speedup, bounds = bootstrap_speedup([p.dialogue for p in prompts], *costs, seed)
+        drafts = sum(each.counts.drafts for each in repeats)
+        accepted = [sum(each.counts.accepted) for each in repeats]
         arrivals = [[text.arrivals_s for text in each.texts] for each in repeats]
         rows[name] = {
             "tokens_per_s": statistics.median(
@@ -142,21 +133,15 @@ def summarise_load(passes: PassesByServer, prompts: Sequence[Prompt], seed: int)
                 [[text[-1] for text in texts] for texts in arrivals]
             ),
             "num_tokens": [_count_tokens(each) for each in repeats],
-            "per_draft": _compute_acceptance_length([each.counts for each in repeats]),
+            "per_draft": None if not drafts else 1 + sum(accepted) / drafts,
             "num_drafts": [each.counts.drafts for each in repeats],
-            "num_accepted": [sum(each.counts.accepted) for each in repeats],
+            "num_accepted": accepted,
         }
     return {"baseline": WITHOUT if WITHOUT in passes else None, "methods": rows}
 
 
 def _count_tokens(each: LoadMeasurement) -> int:
     return sum(text.num_tokens for text in each.texts)
-
-
-def _compute_acceptance_length(counts: Sequence[DraftCounts]) -> float | None:
-    """Compute 1 + accepted / drafts over all repeats; None without drafts."""
-    drafts = sum(each.drafts for each in counts)
-    return 1 + sum(sum(each.accepted) for each in counts) / drafts if drafts else None
 
 
 def _list_costs(repeats: Sequence[LoadMeasurement]) -> list[list[tuple[float, float]]]:
