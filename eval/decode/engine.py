@@ -105,7 +105,7 @@ def count_common_prefix(left: list[int], right: list[int]) -> int:
 class NoDraft(Drafter):
     """Drafter without drafts: plain decoding in the same engine, the baseline `vanilla`."""
 
-    num_static_nodes = 1
+    num_static_nodes: int | None = 1
 
     def observe(self, seen: CommittedTokens) -> None:
         """Do nothing."""

@@ -163,14 +163,12 @@ def measure_advice(advice: Advice, measurement: Measurement, config: TreeSearchR
     prompts = [prompt.token_ids for prompt in measurement.prompts]
     points = []
     for place, point in enumerate(advice.points):
-        size, length = point.batch_size, point.fastest_length
-        measured: dict[int, float] = {}
+        size, length, speedup = point.batch_size, point.fastest_length, None
         if place in places and len(prompts) >= size:
             ends = range(size, len(prompts) + 1, size)
             batches = [prompts[end - size : end] for end in ends]
             speedup = _measure_speedup(measurement, config, batches, length)
-            measured = {} if speedup is None else {length: speedup}
-        points.append(replace(point, measured=measured))
+        points.append(replace(point, measured={} if speedup is None else {length: speedup}))
     return Advice(points)
 
 
@@ -178,20 +176,14 @@ def _measure_speedup(
     measurement: Measurement, config: TreeSearchRun, batches: list[list[list[int]]], length: int
 ) -> float | None:
     """Measure the median speed-up of interleaved repeats; None if no batch outlived its prompts."""
-    ratios = []
+    target, limit, ratios = measurement.target, config.max_new_tokens, []
+    make_chains = partial(make_chain_drafter, measurement.head, length, len(batches[0]))
     for _ in range(config.num_repeats + 1):
         speeds = []
-        for make in (
-            NoDraft,
-            partial(make_chain_drafter, measurement.head, length, len(batches[0])),
-        ):
-            num_tokens, seconds = 0, 0.0
-            for batch in batches:
-                done, took = measure_full_batch(
-                    measurement.target, make(), batch, config.max_new_tokens
-                )
-                num_tokens, seconds = num_tokens + done, seconds + took
-            speeds.append(num_tokens / seconds if seconds else 0.0)
+        for make in (NoDraft, make_chains):
+            runs = [measure_full_batch(target, make(), batch, limit) for batch in batches]
+            seconds = sum(took for _, took in runs)
+            speeds.append(sum(done for done, _ in runs) / seconds if seconds else 0.0)
         plain, drafted = speeds
         if not plain:
             return None

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from conf.command.clock import measure_seconds
 from conf.errors import InputError
 from eval.decode.drafters.self_speculation import ReplayText, list_skipped_layers
-from eval.measure.acceptance_stats import PromptSteps, tau
+from eval.measure.acceptance_stats import PromptSteps, compute_share, tau
 from eval.measure.replay import build_steps, compute_accepted_lengths
 from heads.decoding.tree import Tree
 from heads.target_model.model import Target, prefill
@@ -190,8 +190,7 @@ class _Replays:
 
     def _choose_length(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
         # The last token of an answer has no next token to agree with.
-        first = [length > 0 for row in accepted for length in row[:-1]]
-        agreement = sum(first) / max(len(first), 1)
+        agreement = compute_share(length > 0 for row in accepted for length in row[:-1])
         share = 1 - len(skip) / self.target.num_layers
         choices = []
         for length in range(1, MAX_DRAFT_TOKENS + 1):

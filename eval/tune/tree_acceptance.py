@@ -17,7 +17,7 @@ from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.prompts import Prompt
 from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
-from heads.decoding.drafting import CommittedTokens, Draft, Drafter, FeatureDrafter, Roots
+from heads.decoding.drafting import CommittedTokens, Draft, FeatureDrafter, Roots
 from heads.decoding.tree import DynamicShape, Tree
 from heads.target_model.model import Target
 
@@ -140,35 +140,26 @@ class DrawnTree:
         return sum(ahead < num_tokens for ahead in self.ahead[depth - 1])
 
 
-class TreeRecorder(Drafter):
-    """Draws trees at every token of the target's own text, and proposes nothing."""
+class TreeRecorder(NoDraft):
+    """Draws trees at every token of one text, the target's own, and proposes nothing."""
+
+    num_static_nodes = None
 
     def __init__(self, drafters: Sequence[FeatureDrafter]) -> None:
-        self.drafters, self.plain, self.taps = drafters, NoDraft(), drafters[0].taps
+        self.drafters, self.taps = drafters, drafters[0].taps
         self.drawn: list[list[tuple[list[int], list[float], list[int]]]] = [[] for _ in drafters]
 
     def observe(self, seen: CommittedTokens) -> None:
         """Let all drafters observe the committed tokens."""
         for drafter in self.drafters:
             drafter.observe(seen)
-        self.plain.observe(seen)
 
     def propose(self, roots: Roots) -> Draft:
         """Record the drawn trees, and propose nothing."""
         for drafter, drawn in zip(self.drafters, self.drawn, strict=True):
             tokens, scores, parents = drafter.expand_trees(roots)
             drawn.append((tokens[0].tolist(), scores[0].tolist(), parents[0].tolist()))
-        return self.plain.propose(roots)
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Let all drafters keep some rows."""
-        for drafter in self.drafters:
-            drafter.select_rows(rows)
-
-    def insert_row(self, row: int, other: "TreeRecorder") -> None:
-        """Let each drafter take a row of its counterpart."""
-        for drafter, counterpart in zip(self.drafters, other.drafters, strict=True):
-            drafter.insert_row(row, counterpart)
+        return super().propose(roots)
 
 
 @dataclass(frozen=True)
