@@ -185,11 +185,9 @@ def measure_acceptance(
         ]
         return summarise_acceptance(prompts, depth, config.seed)
 
-    chain, tree = (
-        figures("chain", measurement.head.chain.depth),
-        figures("tree", measurement.head.tree.depth),
-    )
-    result = {"mode": config.mode.value, **chain, measurement.head.tree_name: tree}
+    head = measurement.head
+    chain, tree = figures("chain", head.chain.depth), figures("tree", head.tree.depth)
+    result = {"mode": config.mode.value, **chain, head.tree_name: tree}
     if config.mode is Mode.replay:
         depths = zip(*(row["agreement"] for row in rows), strict=True)
         result["agreement"] = [compute_share(a for text in texts for a in text) for texts in depths]

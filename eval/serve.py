@@ -67,10 +67,8 @@ def main(config: ServeRun) -> None:
     """Ask the servers, replay the head, print, and write `serve.json` and its picture."""
     CHECK(config)
     with ExitStack() as stack:
-        servers = {
-            WITH: stack.enter_context(make_serving_engine(config, config.endpoint, "endpoint"))
-        }
-        server = servers[WITH]
+        server = stack.enter_context(make_serving_engine(config, config.endpoint, "endpoint"))
+        servers = {WITH: server}
         adopt_server_depth(config, server)
         if config.baseline is not None:
             servers[WITHOUT] = stack.enter_context(
@@ -88,15 +86,15 @@ def main(config: ServeRun) -> None:
             open_measurement(config, RESULT, may_use_engines=True, writer=write_answers)
         )
         check_context_window(config, measurement, server)
-        identities = {name: [each.name, each.version, each.model] for name, each in servers.items()}
+        identities = {
+            name: {"engine": each.name, "version": each.version, "model": each.model}
+            for name, each in servers.items()
+        }
         journal = stack.enter_context(
             open_jsonl_store(config, RESULT, measurement, servers=identities)
         )
         result = {
-            "servers": {
-                name: {"engine": each.name, "version": each.version, "model": each.model}
-                for name, each in servers.items()
-            },
+            "servers": identities,
             "draft_tokens": server.depth,
             "tolerance": config.tolerance,
             **measure_server_acceptance(measurement, config, server, journal),

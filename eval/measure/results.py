@@ -133,16 +133,20 @@ def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
     Raises:
         InputError: the files cannot be written.
     """
-    methods = select_method_figures(result)
+    if "methods" in result:
+        names = "requests_speedup.jsonl", "golden_{}.yaml"
+        methods = {name: row for name, row in result["methods"].items() if row["num_drafted"]}
+    else:
+        names = "requests.jsonl", GOLDEN
+        methods = {"chain": result, "tree": select_tree_figures(dict(result))}
     lines = [
         json.dumps(row) for name, row in methods.items() for row in iter_request_metrics(name, row)
     ]
-    requests_file = "requests.jsonl" if "methods" not in result else "requests_speedup.jsonl"
-    files = {folder / requests_file: "".join(line + "\n" for line in lines)}
+    files = {folder / names[0]: "".join(line + "\n" for line in lines)}
     for name, row in methods.items():
         if is_chain(name, row):
-            file_name = GOLDEN if "methods" not in result else f"golden_{name}.yaml"
-            files[folder / file_name] = format_golden_lengths({row["draft_tokens"]: row}, result)
+            text = format_golden_lengths({row["draft_tokens"]: row}, result)
+            files[folder / names[1].format(name)] = text
     return write_files(files, f"out_dir={folder}")
 
 
@@ -162,13 +166,6 @@ def write_files(files: Mapping[Path, str], setting: str) -> list[Path]:
     except OSError as error:
         raise InputError(f"{setting}: cannot write there: {error}") from error
     return list(files)
-
-
-def select_method_figures(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the figures of each drafting method, by name."""
-    if "methods" not in result:
-        return {"chain": result, "tree": select_tree_figures(dict(result))}
-    return {name: row for name, row in result["methods"].items() if row["num_drafted"]}
 
 
 def is_chain(name: str, row: Mapping[str, Any]) -> bool:
@@ -237,7 +234,11 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
     thinking = "thinking_on" if any(row["by_part"] for row in rows.values()) else "thinking_off"
     kwargs = ((result.get("config") or {}).get("data") or {}).get("chat_template_kwargs") or {}
     last, length = list(lengths.items())[-1]
-    rates = _compute_acceptance_rates(rows[last]["prompts"], last)
+    texts = [build_vllm_metrics(text, last) for text in rows[last]["prompts"]]
+    drafts = sum(text["num_spec_steps"] for text in texts) or 1
+    counts = [sum(c) for c in zip(*(text["acceptance_histogram"] for text in texts), strict=True)]
+    # Of drafts accepted to each depth, the share; never rising, as vLLM requires.
+    rates = [round(sum(counts[depth:]) / drafts, 4) for depth in range(1, last + 1)]
     model = Path(target).name.lower()
     comments = [
         f"Acceptance lengths, 1 + accepted / drafts, of {result.get('head') or 'drafts'} on "
@@ -260,12 +261,3 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
         *(f"    {size}: {length:.4f}" for size, length in lengths.items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _compute_acceptance_rates(texts: Sequence[Mapping[str, Any]], depth: int) -> list[float]:
-    """Compute the share of drafts accepted to each depth; never rising, as vLLM requires."""
-    whole = [build_vllm_metrics(text, depth) for text in texts]
-    drafts = sum(text["num_spec_steps"] for text in whole) or 1
-    columns = zip(*(text["acceptance_histogram"] for text in whole), strict=True)
-    counts = [sum(column) for column in columns]
-    return [round(sum(counts[place:]) / drafts, 4) for place in range(1, depth + 1)]

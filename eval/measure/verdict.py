@@ -134,17 +134,15 @@ def _judge_method(name: str, methods: Mapping[str, Any]) -> Verdict:
     row, figure = methods[name], _format_speed(name, methods[name])
     others = [each for each in UNTRAINED if each in methods]
     other = max(others, key=lambda each: methods[each]["speedup"], default=name)
-    rival = methods[other]
-    if count_dialogues(row["prompts"]) < FEWEST_DIALOGUES:
-        return Verdict(Outcome.too_few, f"Too few prompts to judge this head: {figure}.")
-    if rival["speedup"] > max(1.0, row["speedup"]):
+    rival, num_dialogues = methods[other], count_dialogues(row["prompts"])
+    if num_dialogues >= FEWEST_DIALOGUES and rival["speedup"] > max(1.0, row["speedup"]):
         return Verdict(
             Outcome.beaten,
             f"This head is not worth serving: {figure}, but {other} at {rival['speedup']:.2f} "
             f"({_format_basis(rival['speedup_ci95'], count_dialogues(rival['prompts']))}) without "
             "any training.",
         )
-    return _judge_bounds(row["speedup"], row["speedup_ci95"], figure)
+    return _judge_bounds(row["speedup"], row["speedup_ci95"], num_dialogues, figure)
 
 
 def _format_speed(name: str, row: Mapping[str, Any]) -> str:
@@ -172,13 +170,15 @@ def judge_serving(result: Mapping[str, Any], num_dialogues: int) -> Verdict | No
     if len(rows) > 1:
         slower = [size for size, row in rows.items() if row["speedup"] <= 1]
         figure += f", and is no faster with {', '.join(slower)}" if slower else ", its best"
+    return _judge_bounds(speedup, bounds, num_dialogues, figure)
+
+
+def _judge_bounds(
+    speedup: float, bounds: Sequence[float] | None, num_dialogues: int, figure: str
+) -> Verdict:
+    low, high = bounds or (speedup, speedup)
     if num_dialogues < FEWEST_DIALOGUES:
         return Verdict(Outcome.too_few, f"Too few prompts to judge this head: {figure}.")
-    return _judge_bounds(speedup, bounds, figure)
-
-
-def _judge_bounds(speedup: float, bounds: Sequence[float] | None, figure: str) -> Verdict:
-    low, high = bounds or (speedup, speedup)
     if speedup <= 1 and high <= 1:
         return Verdict(Outcome.slower, f"This head is not worth serving: {figure}.")
     if low <= 1:

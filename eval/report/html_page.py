@@ -103,6 +103,7 @@ def _escape_breakable(name: str) -> Markup:
 def _build_view(result: dict[str, Any]) -> dict[str, Any]:
     methods, equality = _count_equal_texts(result)
     target, baselines = result["target"], result["baselines"]
+    name = target if isinstance(target, str) else target.get("path") or target.get("name")
     timed = {name: times for name, row in methods.items() if (times := compute_step_ms(row))}
     parts = [part for part in STEP_PARTS if any(part in times for times in timed.values())]
     passes = {n: {part: times.get(part, 0.0) for part in parts} for n, times in timed.items()}
@@ -111,9 +112,7 @@ def _build_view(result: dict[str, Any]) -> dict[str, Any]:
         "methods": methods,
         "labels": {n: f"{n} (lossy)" if row.get("lossy") else n for n, row in methods.items()},
         "lossy": any(row.get("lossy") for row in methods.values()),
-        "target": _shorten_target(
-            target if isinstance(target, str) else target.get("path") or target.get("name")
-        ),
+        "target": Path(name).name if name.startswith(("/", "~", ".")) else name,
         "best": max(
             (n for n, row in methods.items() if n not in baselines and not row.get("lossy")),
             key=lambda name: methods[name]["speedup"],
@@ -143,11 +142,6 @@ def _build_view(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shorten_target(target: str) -> str:
-    """Shorten a local path to its last part; a Hub id stays."""
-    return Path(target).name if target.startswith(("/", "~", ".")) else target
-
-
 def _count_equal_texts(
     result: dict[str, Any],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, int] | None]:
@@ -155,11 +149,9 @@ def _count_equal_texts(
     lossless, methods = result["lossless"], result["methods"]
     if lossless is None:
         return methods, None
-    num_prompts, differing, broken = lossless["num_prompts"], Counter[str](), set[int]()
-    for divergence in lossless["first_divergences"]:
-        differing[divergence["method"]] += 1
-        if not methods[divergence["method"]].get("lossy"):
-            broken.add(divergence["prompt"])
+    num_prompts, divergences = lossless["num_prompts"], lossless["first_divergences"]
+    differing = Counter(each["method"] for each in divergences)
+    broken = {each["prompt"] for each in divergences if not methods[each["method"]].get("lossy")}
     counted = {
         name: {**row, "num_equal": num_prompts - differing[name]} for name, row in methods.items()
     }

@@ -150,12 +150,9 @@ def compute_step_ms(row: dict[str, Any]) -> dict[str, float]:
 def plot_tree_search(result: dict[str, Any], path: Path) -> None:
     """Draw expected tokens/s by draft tokens, and the cost of a pass."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    best: dict[int, float] = {}
-    for row in result["candidates"]:
-        size = row["num_tokens"]
-        best[size] = max(best.get(size, 0.0), row["tokens_per_s"])
-    sizes = sorted(best)
-    left.plot(sizes, [best[size] for size in sizes], "o-", label="best of each size")
+    rows = sorted(result["candidates"], key=lambda row: row["tokens_per_s"])
+    best = sorted({row["num_tokens"]: row["tokens_per_s"] for row in rows}.items())
+    left.plot(*zip(*best, strict=True), "o-", label="best of each size")
     for name, marker in (("default", "D"), ("found", "*")):
         row = result[name]
         left.plot(row["num_tokens"], row["tokens_per_s"], marker, markersize=11, label=name)

@@ -202,18 +202,17 @@ def compare_chat_template(
         except InputError:  # chats are refused; prompts of token ids may do
             return None, number
         own_ids = prompt.token_ids
+        if server_ids in (own_ids, len(own_ids)):
+            continue
         if isinstance(server_ids, int):
-            if server_ids != len(own_ids):
-                difference = f"{server_ids} tokens by the server, {len(own_ids)} here"
-                return f"{_TEMPLATE}: {prompt.location} has {difference}", number + 1
-        elif server_ids != own_ids:
+            text = f"{prompt.location} has {server_ids} tokens by the server, {len(own_ids)} here"
+        else:
             place = count_common_prefix(server_ids, own_ids)
-            ids = [
-                str(text[place]) if place < len(text) else "the end"
-                for text in (server_ids, own_ids)
-            ]
-            difference = f"token {place} is {ids[0]} by the server, {ids[1]} here"
-            return f"{_TEMPLATE}: in {prompt.location} {difference}", number + 1
+            theirs, ours = (
+                ids[place] if place < len(ids) else "the end" for ids in (server_ids, own_ids)
+            )
+            text = f"in {prompt.location} token {place} is {theirs} by the server, {ours} here"
+        return f"{_TEMPLATE}: {text}", number + 1
     return None, len(rendered)
 
 
