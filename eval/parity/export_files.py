@@ -4,7 +4,6 @@ Letters: S rows, D depths, L layers of the target, Ht its hidden size, H of the 
 R compared ids.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conf.errors import InputError
+from conf.files import load_json
 from eval.parity.gguf import load_gguf
 
 GGUF = ".gguf"
@@ -117,6 +117,8 @@ def load_export(folder: Path, engine: str | None, golden: ReferenceLogits) -> Ex
     note = _load_export_note(folder, engine, golden.kind)
     is_gguf = note["format"] == "llamacpp"
     config = {} if is_gguf else load_json(folder / "config.json")
+    if config is None:
+        raise InputError(f"{folder / 'config.json'}: cannot be read: no such file; export again")
     suffix, title = (GGUF, "GGUF") if is_gguf else (".safetensors", "safetensors")
     files = sorted(folder.glob(f"*{suffix}"))
     if len(files) != 1:
@@ -164,21 +166,6 @@ def load_reference_logits(folder: Path, kinds: Sequence[str]) -> ReferenceLogits
     return ReferenceLogits(file, metadata["kind"], layers, positions, vocab, tensors)
 
 
-def load_json(file: Path) -> dict[str, Any]:
-    """Read an object from a JSON file.
-
-    Raises:
-        InputError: the file is missing or no JSON object.
-    """
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file}: not a JSON object; export again")
-    return content
-
-
 def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read all tensors of a safetensors file to the CPU, and its metadata.
 
@@ -208,7 +195,7 @@ def _check_finite(file: Path, tensors: dict[str, Tensor]) -> None:
 def _load_export_note(folder: Path, engine: str | None, kind: str) -> dict[str, Any]:
     """Read the `export` section of `headsmith.json`, with the format of the command line."""
     file = folder / "headsmith.json"
-    note = load_json(file).get("export", {}) if file.is_file() else {}
+    note = (load_json(file) or {}).get("export", {})
     named = note.get("format", engine)
     if named is None:
         raise InputError(f"{file}: does not name the engine; give --format")

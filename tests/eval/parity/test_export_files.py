@@ -71,8 +71,8 @@ BROKEN_FOLDERS = {
      "metadata"),
     "truncated weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]),
      "truncated"),
-    "a list for a config": (lambda f: (f / CONFIG).write_text("[]"), "not a JSON object"),
-    "a broken config": (lambda f: (f / CONFIG).write_text("{"), "cannot be read"),
+    "a list for a config": (lambda f: (f / CONFIG).write_text("[]"), "list, not an object"),
+    "a broken config": (lambda f: (f / CONFIG).write_text("{"), "not JSON"),
     "no config": (lambda f: (f / CONFIG).unlink(), "cannot be read"),
     "no format": (lambda f: (f / NOTE).unlink(), "give --format"),
 }  # fmt: skip
