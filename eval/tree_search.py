@@ -21,7 +21,6 @@ COMMAND = Command(__doc__, TreeSearchRun, "tree_search", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,12 +30,12 @@ from rich.table import Table
 from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
-from eval.compare.methods import Method
+from eval.compare.methods import Method, PromptDecoder
 from eval.compare.speedup_stats import summarise_speedup
 from eval.compare.timing import measure_methods
-from eval.decode.engine import Generation, NoDraft, decode_batch
+from eval.decode.engine import DrafterFactory, NoDraft
 from eval.measure.acceptance_stats import FEWEST_DIALOGUES, PromptSteps, tau
-from eval.measure.measured_head import MeasuredHead, store_shape
+from eval.measure.measured_head import store_shape
 from eval.measure.measurement import Measurement, join_processes, open_measurement, write_result
 from eval.report.plots import plot_tree_search
 from eval.tune.batch_size_advice import Advice, estimate_advice, measure_advice
@@ -53,7 +52,6 @@ from eval.tune.tree_acceptance import (
     build_widest_tree,
     compute_node_values,
 )
-from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import (
     DraftShape,
@@ -316,21 +314,15 @@ def decode_with_shapes(
         The content of `speedup.json`.
     """
 
-    def make_method(head: MeasuredHead | None, tree: DraftShape | None) -> Method:
-        def run(
-            ids: Sequence[list[int]], seeds: Sequence[int], _batch_size: int
-        ) -> list[Generation]:
-            drafter: Drafter = NoDraft()
-            if head is not None:
-                drafter = head.make_drafter("tree", GREEDY, list(seeds))
-            length, sampling = config.max_new_tokens, measurement.sampling
-            return decode_batch(measurement.target, drafter, ids, length, sampling, seeds)
-
+    def make_method(make: DrafterFactory, tree: DraftShape | None = None) -> Method:
+        target, length = measurement.target, config.max_new_tokens
+        run = PromptDecoder(target, make, length, measurement.sampling, capture=False)
         return Method(run, tree if isinstance(tree, Tree) else None)
 
-    methods = {VANILLA: make_method(None, None)}
+    methods = {VANILLA: make_method(lambda _: NoDraft())}
     for name, shape in shapes.items():
-        methods[name] = make_method(replace(measurement.head, tree=shape), shape)
+        head = replace(measurement.head, tree=shape)
+        methods[name] = make_method(partial(head.make_drafter, "tree", GREEDY), shape)
     settings = SpeedupRun(seed=config.seed, num_repeats=config.num_repeats, num_texts=0)
     runs = measure_methods(measurement, settings, methods)
     return summarise_speedup(measurement, settings, methods, runs)
