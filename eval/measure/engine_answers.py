@@ -173,27 +173,16 @@ def open_states_pool(
     ]
     probe = EngineProbe(target, text)
     with HiddenStatesPool(servers, probe) as pool:
-        main = PartialState().is_main_process
-        first = replace(probe, early=_load_early_state(config, taps)) if main else probe
+        first, main = probe, PartialState().is_main_process
+        between = [index for index in taps.layers if 0 < index < taps.num_layers]
+        if main and between and (own := load_early_layers(config, min(between))) is not None:
+            # The first layers compute a server's first state between layers here.
+            first = replace(probe, early=(min(between), own))
         for server in servers:
             pool.server_lines.append(f"{server.endpoint}: {format_probe(first(server))}")
         if main:
             print(*pool.server_lines, sep="\n")  # noqa: T201
         yield pool
-
-
-def _load_early_state(
-    config: TargetConfig, taps: ServerFeatureLayers
-) -> tuple[int, EarlyState] | None:
-    """Load the target's first layers, to compute a server's first state between layers here.
-
-    Returns:
-        Index of the state, and the function that computes the state; None if the server sends no
-            such state, or the layers cannot be loaded.
-    """
-    between = [index for index in taps.layers if 0 < index < taps.num_layers]
-    own = load_early_layers(config, min(between)) if between else None
-    return None if own is None else (min(between), own)
 
 
 @dataclass(frozen=True)
