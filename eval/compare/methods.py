@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.measure import SpeedupRun
@@ -31,7 +29,7 @@ from eval.decode.engine import Generation, NoDraft, Request, decode_many
 from eval.decode.generation_config import apply_generation_config
 from eval.decode.hf_generate import hf_generate
 from eval.measure.measured_head import MeasuredHead
-from eval.measure.measurement import Measurement, gather_items
+from eval.measure.measurement import Measurement, gather_items, print_notes
 from eval.measure.target_answers import generate_greedy_answers
 from eval.preflight_checks import BASELINES, VANILLA, list_methods, strip_head_number
 from eval.tune.skip_search import search_skipped_layers
@@ -110,11 +108,9 @@ class PromptDecoder:
                 return self._captured.decode_requests(requests, batch_size)
             except CaptureError as error:
                 self._captured, self.settings["captured"] = None, f"no: {error}"
-                Console(stderr=True).print(
+                print_notes(
                     "steps are launched operation by operation, as CUDA cannot capture them "
-                    f"({error}); cuda_graphs=false does not try",
-                    highlight=False,
-                    markup=False,
+                    f"({error}); cuda_graphs=false does not try"
                 )
         return decode_many(
             self.target, self.make, requests, self.max_new_tokens, batch_size, self.sampling
@@ -133,8 +129,7 @@ def choose_methods(
     known = builder.list_makers()
     if "all" in config.methods:
         if measurement.is_main_process:
-            for name, why in builder.obstacles.items():
-                Console(stderr=True).print(f"{name} is left out: {why}", highlight=False)
+            print_notes(*(f"{name} is left out: {why}" for name, why in builder.obstacles.items()))
         return known
     missing = sorted(set(config.methods) - set(known))
     if missing:
@@ -172,7 +167,7 @@ def _search_layers_to_skip(measurement: Measurement, config: SpeedupRun) -> dict
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
     best = search_skipped_layers(measurement.target, texts, list(map(len, prompts))).choices[0]
     if measurement.is_main_process:
-        Console(stderr=True).print(
+        print_notes(
             f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "
             f"found on {len(prompts)} prompts that are not measured"
         )

@@ -398,9 +398,8 @@ def open_jsonl_store(
             f"writing results to {Path(run.out_dir) / name}"
         )
         if journal.done_ids:
-            Console(stderr=True).print(
-                f"continuing with {len(journal.done_ids)} runs of an earlier start in {folder}"
-            )
+            num = len(journal.done_ids)
+            print_notes(f"continuing with {num} runs of an earlier start in {folder}")
     return journal
 
 
