@@ -198,13 +198,9 @@ def check_method_words(names: Sequence[str]) -> None:
     Raises:
         InputError: naming the methods.
     """
-    known = ("all", *METHODS)
-    ends = tuple(f"_{way}" for way in OF_HEADS)
-    unknown = [
-        n
-        for n in names
-        if strip_head_number(n) not in known and not strip_head_number(n).endswith(ends)
-    ]
+    known, ends = ("all", *METHODS), tuple(f"_{way}" for way in OF_HEADS)
+    stems = {name: strip_head_number(name) for name in names}
+    unknown = [n for n, stem in stems.items() if stem not in known and not stem.endswith(ends)]
     if unknown:
         raise InputError(
             f"methods={unknown}: unknown; allowed: {', '.join(known)}, and for a head its kind "

@@ -288,10 +288,8 @@ class CapturedSteps(_Rows):
 
     def reserve_slots(self, longest: int) -> bool:
         """Reserve slots for texts of a known length; return whether the step must be captured."""
-        width, fixed_width = (
-            compute_num_slots(longest, self.num_nodes),
-            self.cache.slots.fixed_width,
-        )
+        width = compute_num_slots(longest, self.num_nodes)
+        fixed_width = self.cache.slots.fixed_width
         if self.target.capacity is not None:
             width = self.target.capacity
         elif fixed_width is not None and len(self.roots) > 1:
@@ -511,10 +509,8 @@ class CapturedPasses(_Rows):
                     f"compiled target's {self.capacity} slots"
                 )
             # Caches may move now, as all graphs are dropped.
-            self.capacity, self.graphs = (
-                compute_num_slots(self.longest, 1 + self.max_draft_tokens),
-                _Graphs(),
-            )
+            self.capacity = compute_num_slots(self.longest, 1 + self.max_draft_tokens)
+            self.graphs = _Graphs()
         self.key = shape, self._set_fixed_width(longest, 1 + shape.num_tokens)
         self._write_draft(shape, draft)
         return self.graphs.needs_capture(self.key)

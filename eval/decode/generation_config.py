@@ -242,9 +242,8 @@ def parse_logits_settings(target: EmbeddingsAndOutputHead) -> dict[str, Any]:
     if refused:
         raise InputError(
             f"{source} {_format_settings(refused)}, which drafts cannot be verified with; allowed "
-            "besides "
-            f"sampling: {', '.join(APPLIED)}. Remove the others from generation_config.json, or "
-            "set plain=true, which ignores them all"
+            f"besides sampling: {', '.join(APPLIED)}. Remove the others from "
+            "generation_config.json, or set plain=true, which ignores them all"
         )
     try:
         LogitsProcessors(asked, target.stop_ids)

@@ -132,8 +132,7 @@ def check_prompt(target: EmbeddingsAndOutputHead, prompt: Prompt, max_new_tokens
         raise InputError(
             f"{prompt.location}: {length} prompt tokens and max_new_tokens={max_new_tokens} are "
             f"{length + max_new_tokens}, above the target's window of {target.max_positions}; "
-            "lower "
-            "max_new_tokens or num_turns, or set data.on_bad_row=skip to skip such turns"
+            "lower max_new_tokens or num_turns, or set data.on_bad_row=skip to skip such turns"
         )
 
 

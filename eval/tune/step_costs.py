@@ -131,10 +131,8 @@ def measure_step_costs(
     roots = Roots.from_ids([root] * batch_size, target.device)
     for tokens in ([context] * batch_size, [[root]] * batch_size):
         output = prefill(target, cache, tokens, taps)
-        logits, counts = (
-            target.compute_logits(output.hidden_states[:, -1:]),
-            [len(tokens[0])] * batch_size,
-        )
+        logits = target.compute_logits(output.hidden_states[:, -1:])
+        counts = [len(tokens[0])] * batch_size
         on_device = to_device(tokens, target.device), to_device(counts, target.device)
         seen = CommittedTokens(tokens, output, cache, logits=logits, on_device=on_device)
         for drafter in drafters.values():

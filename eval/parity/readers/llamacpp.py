@@ -167,8 +167,16 @@ class GgufHead:
             if tensor.is_floating_point() and (tensor.ndim == 1 or not name.endswith(".weight")):
                 self._check_dtype(name, tensor, torch.float32)
             tensors[self._translate_name(name, names | SHARED)] = tensor
-        if "d2t" in tensors:
-            tensors["d2t"] = self._to_d2t_offsets(tensors["d2t"])
+        if (ids := tensors.get("d2t")) is not None:
+            self._check_dtype("d2t", ids, torch.int64)
+            size = self.golden.vocab_size
+            if ids.min() < 0 or ids.max() >= size or len(ids.unique()) != len(ids):
+                raise InputError(
+                    f"{self.keys.file}: d2t: llama.cpp needs {len(ids)} target ids of "
+                    f"0..{size - 1}, each once; the offsets of other engines would draft other "
+                    "tokens"
+                )
+            tensors["d2t"] = ids - torch.arange(len(ids))  # as other engines have it
         return replace(self.export, tensors=tensors)
 
     def _translate_name(self, name: str, names: dict[str, str]) -> str:
@@ -184,17 +192,6 @@ class GgufHead:
             raise InputError(
                 f"{self.keys.file}: {name} is of {tensor.dtype}: llama.cpp needs {dtype}"
             )
-
-    def _to_d2t_offsets(self, ids: Tensor) -> Tensor:
-        """Convert llama.cpp's ids [W] to `d2t` as other engines have it, [W]."""
-        self._check_dtype("d2t", ids, torch.int64)
-        size = self.golden.vocab_size
-        if ids.min() < 0 or ids.max() >= size or len(ids.unique()) != len(ids):
-            raise InputError(
-                f"{self.keys.file}: d2t: llama.cpp needs {len(ids)} target ids of 0..{size - 1}, "
-                "each once; the offsets of other engines would draft other tokens"
-            )
-        return ids - torch.arange(len(ids))
 
 
 def _read_eagle3(export: Export, golden: ReferenceLogits) -> ServedEagle:
