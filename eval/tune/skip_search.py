@@ -122,19 +122,19 @@ def search_skipped_layers(
         replays = _Replays(target, texts, prompt_lengths, costs, bar)
         tried = {choice.skip: choice for choice in _estimate_sets(replays, target)}
         best = sorted(tried.values(), key=lambda choice: choice.sort_key)[:NUM_REPLAYED]
-        choices = [replays.replay_choice(choice.skip) for choice in best]
+        choices = [replays.judge_set(choice.skip, MAX_DRAFT_TOKENS) for choice in best]
     return SkipSearch(sorted(choices, key=lambda choice: choice.sort_key), len(tried))
 
 
 def _estimate_sets(replays: "_Replays", target: Target) -> list[SkipChoice]:
     """Estimate all sets of layers that the search tries, by their first draft tokens."""
     num_layers = target.num_layers
-    tried = [replays.estimate_choice(list_skipped_layers(target, n)) for n in range(1, num_layers)]
+    tried = [replays.judge_set(list_skipped_layers(target, n), 1) for n in range(1, num_layers)]
     skip: tuple[int, ...] = ()
     fastest, idle = 0.0, 0
     for _ in range(num_layers - 1):
         sets = [tuple(sorted((*skip, layer))) for layer in set(range(num_layers)) - set(skip)]
-        choices = [replays.estimate_choice(layers) for layers in sorted(sets)]
+        choices = [replays.judge_set(layers, 1) for layers in sorted(sets)]
         choices.sort(key=lambda choice: choice.sort_key)
         tried += choices
         skip = choices[0].skip
@@ -161,34 +161,20 @@ class _Replays:
         self.replay_texts = [ReplayText(target, text, first) for text, first in pairs]
         self.responses = [text[first:] for text, first in pairs]
 
-    def estimate_choice(self, skip: tuple[int, ...]) -> SkipChoice:
-        """Estimate a set, assuming that chains last while first draft tokens are right."""
-        rows = []
-        for right in self._count_accepted(skip, 1):
-            lengths = [0]
-            for is_right in reversed(right):
-                lengths.append(lengths[-1] + 1 if is_right else 0)
-            rows.append(lengths[:0:-1])
-        return self._choose_length(skip, rows)
+    def judge_set(self, skip: tuple[int, ...], depth: int) -> SkipChoice:
+        """Find the best chain of a set, by drafts of `depth` tokens below every root.
 
-    def replay_choice(self, skip: tuple[int, ...]) -> SkipChoice:
-        """Replay a set as decoding would run it."""
-        return self._choose_length(skip, self._count_accepted(skip, MAX_DRAFT_TOKENS))
-
-    def _count_accepted(self, skip: tuple[int, ...], depth: int) -> list[list[int]]:
-        """Count the draft tokens that a pass would accept at each root: [text][n]."""
+        With one token, chains are assumed to last while first draft tokens are right.
+        """
         self.bar.update()
-        tree = Tree.make_chain(depth)
-        drafts = [
-            text.draft_all_places(skip, depth).transpose(0, 1).tolist()
-            for text in self.replay_texts
-        ]
-        return [
-            compute_accepted_lengths(tree, *pair)
-            for pair in zip(drafts, self.responses, strict=True)
-        ]
-
-    def _choose_length(self, skip: tuple[int, ...], accepted: list[list[int]]) -> SkipChoice:
+        tree, accepted = Tree.make_chain(depth), list[list[int]]()  # by text and root
+        for text, response in zip(self.replay_texts, self.responses, strict=True):
+            drafts = text.draft_all_places(skip, depth).transpose(0, 1).tolist()
+            lengths = compute_accepted_lengths(tree, drafts, response)
+            if depth == 1:
+                for root in reversed(range(len(lengths) - 1)):
+                    lengths[root] *= 1 + lengths[root + 1]
+            accepted.append(lengths)
         # The last token of an answer has no next token to agree with.
         agreement = compute_share(length > 0 for row in accepted for length in row[:-1])
         share = 1 - len(skip) / self.target.num_layers
