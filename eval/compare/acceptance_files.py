@@ -8,9 +8,11 @@ Source: vLLM 0.32 `benchmarks/serve.py`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +204,8 @@ def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definiti
                 f"results: {one} ({first.tool}) and {other} ({second.tool}) were measured "
                 f"differently: {'; '.join(differ)}; compare results of equal conditions"
             )
-    counts: dict[Definition, int] = {}
-    for result in results.values():
-        for definition in result.lengths:
-            counts[definition] = counts.get(definition, 0) + 1
-    shared = [(c, m) for c in LENGTH_DEFINITIONS for m in MEANS if counts.get((c, m), 0) > 1]
+    counts = Counter(definition for result in results.values() for definition in result.lengths)
+    shared = [each for each in product(LENGTH_DEFINITIONS, MEANS) if counts[each] > 1]
     for name, result in results.items():
         if not {*shared} & {*result.lengths}:
             own = "; ".join(
@@ -220,16 +219,11 @@ def check_comparable(results: Mapping[str, ReportedAcceptance]) -> list[Definiti
 
 
 def build_comparison_rows(
-    results: Mapping[str, ReportedAcceptance], shared: Iterable[Definition]
+    results: Mapping[str, ReportedAcceptance], shared: Sequence[Definition]
 ) -> list[list[str]]:
     """Build a header and one row per result; figures that a tool omits stay empty."""
-    shared = list(shared)
-    header = ["result", "tool", "draft tokens", "texts"]
-    lines = [
-        header
-        + [f"{LENGTH_DEFINITIONS[count]} ({mean})" for count, mean in shared]
-        + ["per position"]
-    ]
+    definitions = [f"{LENGTH_DEFINITIONS[count]} ({mean})" for count, mean in shared]
+    lines = [["result", "tool", "draft tokens", "texts", *definitions, "per position"]]
     for name, result in results.items():
         stated = (result.conditions.get(key) for key in ("draft tokens", "texts"))
         figures = (result.lengths.get(definition) for definition in shared)
@@ -283,7 +277,7 @@ def _check_own(row: dict[str, Any]) -> None:
     if "draft_tokens" in row:  # present if a reference file may be made of it
         length = parse_whole_number(row["draft_tokens"], "draft_tokens", 1, LONGEST)
         parse_object(row.get("by_part"), "by_part", "figures by part")
-        parse_items(row["prompts"], "prompts", _make_golden_row_check(length))
+        parse_items(row["prompts"], "prompts", partial(_check_golden_row, length))
 
 
 def _check_figures(row: Mapping[str, Any], prefix: str) -> None:
@@ -301,25 +295,19 @@ def _parse_text_row(value: object, name: str) -> dict[str, Any]:
     return row
 
 
-def _make_golden_row_check(draft_tokens: int) -> Callable[[object, str], None]:
-    """Make a check of a text's passes of at most `draft_tokens` draft tokens."""
-
-    def check(value: object, name: str) -> None:
-        row = _parse_text_row(value, name)
-        lists = {
-            key: parse_items(row.get(key), f"{name}.{key}", parse_whole_number)
-            for key in ("accepted", "drafted")
-        }
-        longest = max((n for values in lists.values() for n in values), default=0)
-        if longest > draft_tokens:
-            raise MalformedRowError(
-                name, f"{longest} tokens", f"draft_tokens={draft_tokens} at most"
-            )
-        lengths = [len(row["emitted"]), *map(len, lists.values())]
-        if lengths[1] != lengths[0] or lengths[2] not in (0, lengths[0]):
-            raise MalformedRowError(name, f"lists of {lengths} values", "one for every pass")
-
-    return check
+def _check_golden_row(draft_tokens: int, value: object, name: str) -> None:
+    """Check a text's passes of at most `draft_tokens` draft tokens."""
+    row = _parse_text_row(value, name)
+    lists = {
+        key: parse_items(row.get(key), f"{name}.{key}", parse_whole_number)
+        for key in ("accepted", "drafted")
+    }
+    longest = max((n for values in lists.values() for n in values), default=0)
+    if longest > draft_tokens:
+        raise MalformedRowError(name, f"{longest} tokens", f"draft_tokens={draft_tokens} at most")
+    lengths = [len(row["emitted"]), *map(len, lists.values())]
+    if lengths[1] != lengths[0] or lengths[2] not in (0, lengths[0]):
+        raise MalformedRowError(name, f"lists of {lengths} values", "one for every pass")
 
 
 def parse_number(value: object, name: str, least: float = 0, most: float = MOST) -> float:
