@@ -23,10 +23,7 @@ RESULT = "acceptance.json"
 
 def check_acceptance_run(config: AcceptanceRun) -> None:
     """Refuse, before heavy imports, settings that no head can use."""
-    if not config.conditions:
-        check_measurement(config, RESULT)
-        return
-    check_measurement(config, CONDITIONS_FILE)
+    check_measurement(config, CONDITIONS_FILE if config.conditions else RESULT)
     for run in build_condition_runs(config).values():
         check_inputs(run)
 

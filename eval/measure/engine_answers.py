@@ -224,7 +224,18 @@ class EngineProbe:
                 f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
                 "adapter or a quantised copy; name those in target.path"
             )
-        early = self._compare_early_layers(server, short, states)
+        early: dict[str, float] = {}
+        if self.early is not None:
+            index, compute_state = self.early
+            own = {f"{LAYER_PREFIX}{index}": compute_state(short)}
+            early["early"] = share = compute_relative_distance(states, own)
+            if not share <= MOST_SHARE:
+                raise InputError(
+                    f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the "
+                    f"first layers of target.path={self.target.name} (allowed: {MOST_SHARE:.0%}), "
+                    "so the server was started with ids of other layers (the output of decoder "
+                    "layer k - 1 is k), or serves other weights; start it again"
+                )
         texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
         alone = [server.request_states(text) for text in texts]
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -241,24 +252,6 @@ class EngineProbe:
                     f"{share:.1%} apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
                 )
         return {"log_prob_difference": nats, **early, **alike}
-
-    def _compare_early_layers(
-        self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
-    ) -> dict[str, float]:
-        """Compare one state with the target's first layers: `early`, a share, if they are here."""
-        if self.early is None:
-            return {}
-        index, compute_state = self.early
-        name = f"{LAYER_PREFIX}{index}"
-        share = compute_relative_distance(states, {name: compute_state(token_ids)})
-        if not share <= MOST_SHARE:
-            raise InputError(
-                f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the first "
-                f"layers of target.path={self.target.name} (allowed: {MOST_SHARE:.0%}), so the "
-                "server was started with ids of other layers (the output of decoder layer k - 1 "
-                "is k), or serves other weights; start it again"
-            )
-        return {"early": share}
 
     @torch.no_grad()
     def _compare_log_probs(
