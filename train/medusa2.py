@@ -328,7 +328,8 @@ class Medusa2Training(command.TrainingCommand):
             if not prompts:
                 return loss()
             texts = LocalAnswerSource(target)
-            return loss() | make_heldout_replay(texts, prompts, objective.depth, head.taps)(head)
+            replay = make_heldout_replay(texts, prompts, objective.depth, head.taps)
+            return loss() | replay(head.heads)
 
         return evaluate
 

@@ -5,33 +5,19 @@ has read of that text. So one pass per depth scores all positions, and the steps
 accepted lengths. These steps equal the steps of `eval.decode.engine.decode`. n: response tokens.
 """
 
-from typing import Protocol
-
 import torch
-from torch import Tensor
 
 from eval.decode.engine import Step
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.tree import Tree
-from heads.target_model.model import FeatureLayers, Target, TargetOutput
-
-
-class Replayable(Protocol):
-    """A head whose drafts depend only on the text."""
-
-    taps: FeatureLayers
-
-    def compute_candidates(
-        self, output: TargetOutput, token_ids: list[int], first: int, depth: int, width: int
-    ) -> Tensor:
-        """Compute the best tokens of each depth along a text: [depth, n, width] int64."""
-        ...
+from heads.draft_head import DraftHead
+from heads.target_model.model import Target, TargetOutput
 
 
 @torch.no_grad()
 def replay_response(
-    target: Target, head: Replayable, tree: Tree, prompt_ids: list[int], response_ids: list[int]
+    target: Target, head: DraftHead, tree: Tree, prompt_ids: list[int], response_ids: list[int]
 ) -> list[Step]:
     """Compute the verify passes that decoding this response would have taken.
 
@@ -53,7 +39,7 @@ def replay_tree(tree: Tree, ranked: list[list[list[int]]], response_ids: list[in
 
 
 def rank_candidates(
-    head: Replayable,
+    head: DraftHead,
     tree: Tree,
     output: TargetOutput,
     prompt_ids: list[int],

@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from eval.decode.engine import NoDraft, Step, decode
 from eval.measure.prompts import Prompt
-from eval.measure.replay import Replayable, build_steps, rank_candidates, replay_tree
+from eval.measure.replay import build_steps, rank_candidates, replay_tree
 from eval.measure.target_answers import generate_greedy_answers
 from heads.decoding.drafting import CommittedTokens, Draft, FeatureDrafter, Roots
 from heads.decoding.tree import DynamicShape, Tree
+from heads.draft_head import DraftHead
 from heads.target_model.model import Target
 
 WIDTH = 10
@@ -47,7 +48,7 @@ class StaticTreeReplay:
     def from_prompts(
         cls,
         target: Target,
-        head: Replayable,
+        head: DraftHead,
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         tree: Tree,

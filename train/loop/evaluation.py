@@ -29,8 +29,9 @@ from eval.measure.acceptance_stats import (
     tau,
 )
 from eval.measure.engine_answers import AnswerSource
-from eval.measure.replay import Replayable, rank_candidates, replay_tree
+from eval.measure.replay import rank_candidates, replay_tree
 from heads.decoding.tree import Tree
+from heads.draft_head import DraftHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import FeatureLayers, TargetOutput
 from train.batch.batch import Batch
@@ -197,7 +198,7 @@ class Replay:
         """Return the answers and the target's states, see `load_answers`."""
         return self.load_answers()
 
-    def __call__(self, head: Replayable) -> dict[str, float]:
+    def __call__(self, head: DraftHead) -> dict[str, float]:
         """Compute `tau`, its number of prompts and 95% interval, and `greedy_alpha_d1`.."""
         chain = Tree.make_chain(self.depth)
         steps: list[PromptSteps] = []
