@@ -19,7 +19,6 @@ from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
 from eval.decode.engine import Generation, count_common_prefix
 from eval.measure.acceptance_stats import (
-    Interval,
     PromptSteps,
     bootstrap_speedup,
     compute_waits_ms,
@@ -84,8 +83,7 @@ def _summarise_method(
     figures: dict[str, Any] = {
         **{key: measured[key] for key in SHARED},
         "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
-        "speedup": compute_speedup(name, baseline, runs, "total"),
-        "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
+        **compute_speedup_figures(name, baseline, runs, seed),
         "decode_tokens_per_s": compute_tokens_per_s(name, runs, "decode"),
         "decode_speedup": decode_speedup,
         "efficiency": None if decode_speedup is None else decode_speedup / measured["tau"],
@@ -115,8 +113,7 @@ def _summarise_method(
                 "tau": row["tau"],
                 "tau_ci95": row["ci95"],
                 "per_draft": row["per_draft"],
-                "speedup": compute_speedup(name, baseline, members, "total"),
-                "speedup_ci95": compute_speedup_interval(name, baseline, members, seed),
+                **compute_speedup_figures(name, baseline, members, seed),
                 "num_prompts": row["num_prompts"],
             }
     if method.tree is not None and method.tree.num_nodes > 1:
@@ -173,17 +170,20 @@ def compute_speedup(name: str, baseline: str, runs: list[PromptRun], part: str) 
     return compute_tokens_per_s(name, runs, part) / base if base else None
 
 
-def compute_speedup_interval(
+def compute_speedup_figures(
     name: str, baseline: str, runs: list[PromptRun], seed: int
-) -> Interval:
-    """Compute the 95% bootstrap interval of a speed-up over dialogues and repeats."""
-    if name == baseline:  # 1 by definition
-        return None
+) -> dict[str, Any]:
+    """Compute a speed-up, and its 95% bootstrap interval over dialogues and repeats."""
     ours, base = (
         [[(s, run.num_tokens(method)) for s in run.seconds_per_repeat(method)] for run in runs]
         for method in (name, baseline)
     )
-    return bootstrap_speedup([run.prompt.dialogue for run in runs], ours, base, seed)[1]
+    bounds = None  # of the baseline, which is 1 by definition
+    if name != baseline:
+        bounds = bootstrap_speedup([run.prompt.dialogue for run in runs], ours, base, seed)[1]
+    return {
+        "speedup": compute_speedup(name, baseline, runs, "total"), "speedup_ci95": bounds,
+    }  # fmt: skip
 
 
 def compute_tokens_per_s(name: str, runs: list[PromptRun], part: str) -> float:
@@ -312,8 +312,7 @@ def summarise_batch_size(
         repeats = list(zip(*(run.texts[name] for run in runs), strict=True))
         rows[name] = {
             "tokens_per_s": compute_tokens_per_s(name, runs, "total"),
-            "speedup": compute_speedup(name, baseline, runs, "total"),
-            "speedup_ci95": compute_speedup_interval(name, baseline, runs, seed),
+            **compute_speedup_figures(name, baseline, runs, seed),
             **compute_waits_ms([[text.arrivals for text in texts] for texts in repeats]),
         }
     return {"baseline": baseline, "methods": rows}
