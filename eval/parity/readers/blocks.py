@@ -64,7 +64,7 @@ def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
     sizes = _parse_dflash_sizes(reader)
     if export.kind == "dflash":
         return ServedBlocks(export, golden, BlockShape(**sizes))
-    block = reader.root if reader.is_speculators else reader.root.get_section("dflash_config")
+    block = reader.block
     # Rows of a block see each other.
     block.check_allowed("causal", False)
     block.check_allowed("sliding_window_non_causal", True)
@@ -79,11 +79,7 @@ def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
 def _parse_dspark_shape(reader: "BlockConfigReader") -> "DSparkShape":
     root = reader.root
     anchored = root.require_key("sample_from_anchor", bool, GUESSES)
-    causal = (
-        reader.parse_speculators_causal()
-        if reader.is_speculators
-        else reader.parse_causal(root, "is_causal")
-    )
+    causal = reader.parse_causal(root, "is_causal")
     sizes = reader.parse_block_sizes(root, anchored=anchored, causal=causal)
     markov = root.require_key("markov_head_type", str, "takes vanilla")
     served = ("vanilla",) if reader.export.format == "vllm" else ("vanilla", "gated", "rnn")
@@ -97,18 +93,15 @@ def _parse_dspark_shape(reader: "BlockConfigReader") -> "DSparkShape":
 
 def _parse_dflash_sizes(reader: "BlockConfigReader") -> dict[str, Any]:
     """Read the fields of `BlockShape` if masked rows draft the tokens at their own places."""
-    root = reader.root
+    root, causal = reader.root, reader.parse_causal(reader.block, "causal")
     if reader.is_speculators:
         root.check_equal(
             "sample_from_anchor", False, "as rows draft the token at their place", "guesses"
         )
-        causal = reader.parse_speculators_causal()
-        return reader.parse_block_sizes(root, anchored=False, causal=causal)
-    block = root.get_section("dflash_config")
-    causal = reader.parse_causal(block, "causal")
-    root.check_allowed("is_causal", causal)
-    root.check_allowed("sample_from_anchor", False)
-    return reader.parse_block_sizes(block, anchored=False, causal=causal)
+    else:
+        root.check_allowed("is_causal", causal)
+        root.check_allowed("sample_from_anchor", False)
+    return reader.parse_block_sizes(reader.block, anchored=False, causal=causal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +214,11 @@ class DSparkShape(BlockShape):
 
 
 class BlockConfigReader(ConfigReader):
-    """Reader of the config of a block drafter."""
+    """Reader of the config of a block drafter.
+
+    Attributes:
+        block: keys of DFlash heads.
+    """
 
     size_keys = SIZE_KEYS | {
         "intermediate_size": ("intermediate_size", int, "takes 22016"),
@@ -232,6 +229,7 @@ class BlockConfigReader(ConfigReader):
 
     def __init__(self, export: Export, golden: ReferenceLogits) -> None:
         super().__init__(export, golden, TITLES[export.format])
+        self.block = self.root if self.is_speculators else self.root.get_section("dflash_config")
 
     def parse_block_sizes(
         self, block: EngineConfig, anchored: bool, causal: bool
@@ -306,29 +304,23 @@ class BlockConfigReader(ConfigReader):
     def parse_causal(self, place: EngineConfig, key: str) -> bool:
         """Tell whether rows of layers with a window see no later rows of their block.
 
+        In speculators' format `sliding_window_non_causal` tells, and no other layer can be causal.
+
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
         """
-        if not self.windows[1]:
+        window, full = self.windows
+        if self.is_speculators:
+            key = "sliding_window_non_causal"
+            is_non_causal = self.root.require_key(key, bool, GUESSES)
+            if not is_non_causal and (window is None or full):
+                raise self.root.make_error(key, "true, as some of its layers see all of the text")
+            return not is_non_causal
+        if not full:
             return place.require_key(key, bool, "takes it from layer_types")
         place.check_allowed(key, False)
         # Without the key, engines read layer_types.
         return key not in place.values
-
-    def parse_speculators_causal(self) -> bool:
-        """Tell whether a row sees no later rows of its block, by `sliding_window_non_causal`.
-
-        In speculators' format only layers with a window can be causal.
-
-        Raises:
-            InputError: the key is missing, or says causal for a layer that sees all of the text.
-        """
-        key = "sliding_window_non_causal"
-        is_non_causal = self.root.require_key(key, bool, GUESSES)
-        window, full = self.windows
-        if not is_non_causal and (window is None or full):
-            raise self.root.make_error(key, "true, as some of its layers see all of the text")
-        return not is_non_causal
 
 
 class ServedBlocks(ServedLayers):
