@@ -175,6 +175,12 @@ def _search_layers_to_skip(measurement: Measurement, config: SpeedupRun) -> dict
     return gather_items([{"skip": list(best.skip), "num_tokens": best.num_tokens}])[0]
 
 
+def _make_hybrid(head: MeasuredHead, seeds: list[int], suffix: SuffixDrafter) -> HybridDrafter:
+    # Greedy, as sampled candidates cannot stand beside a copied text.
+    drafter = head.make_drafter("tree", GREEDY, seeds)
+    return HybridDrafter(drafter, suffix, head.tree.depth / 2)
+
+
 class MethodBuilder:
     """Makes methods from the settings of a run.
 
@@ -208,7 +214,9 @@ class MethodBuilder:
             number = f"_{counts[family]}" if counts[family] > 1 else ""
             for shape in ("chain", "tree"):
                 makers[f"{family}_{shape}{number}"] = partial(self._build_head_method, head, shape)
-            makers[f"{family}_suffix{number}"] = partial(self._build_hybrid_method, head)
+            makers[f"{family}_suffix{number}"] = partial(
+                self._build_suffix_method, partial(_make_hybrid, head)
+            )
             if HEADS[family].has_static_tree and not self.sampling.is_greedy:
                 rule = Typical(self.config.typical.threshold, self.config.typical.alpha)
                 makers[f"{family}_typical{number}"] = partial(
@@ -224,9 +232,7 @@ class MethodBuilder:
         makers |= {
             "prompt_lookup": lambda: self._build_engine_method(lambda _: PromptLookup(*limits)),
             "ngram": lambda: self._build_engine_method(lambda _: NgramModel(*limits)),
-            "suffix": lambda: self._build_remembering_method(
-                self._make_suffix_tree, lambda _, answers: self._make_suffix_drafter(answers)
-            ),
+            "suffix": lambda: self._build_suffix_method(lambda _, suffix: suffix),
             "recycling": lambda: self._build_remembering_method(
                 SuccessorTable, lambda _, store: Recycling(store, recycled), recycled
             ),
@@ -348,20 +354,13 @@ class MethodBuilder:
 
         return self._build_engine_method(make, tree)
 
-    def _build_hybrid_method(self, head: MeasuredHead) -> Method:
-        def make(seeds: list[int], answers: SuffixTree) -> Drafter:
-            # Greedy, as sampled candidates cannot stand beside a copied text.
-            drafter = head.make_drafter("tree", GREEDY, seeds)
-            return HybridDrafter(drafter, self._make_suffix_drafter(answers), head.tree.depth / 2)
-
-        return self._build_remembering_method(self._make_suffix_tree, make)
-
-    def _make_suffix_tree(self) -> SuffixTree:
-        return SuffixTree(self.config.suffix.max_ngram)
-
-    def _make_suffix_drafter(self, answers: SuffixTree) -> SuffixDrafter:
-        limits = self.config.suffix
-        return SuffixDrafter(answers, limits.num_tokens, limits.factor, limits.min_prob)
+    def _build_suffix_method(self, make: Callable[[list[int], SuffixDrafter], Drafter]) -> Method:
+        given = self.config.suffix
+        limits = given.num_tokens, given.factor, given.min_prob
+        return self._build_remembering_method(
+            lambda: SuffixTree(given.max_ngram),
+            lambda seeds, answers: make(seeds, SuffixDrafter(answers, *limits)),
+        )
 
     def _build_early_exit_method(self) -> Method:
         settings = self.config.self_draft
