@@ -18,6 +18,7 @@ from conf.command.run_record import flatten_settings
 from conf.files import write_atomically
 from eval.measure.acceptance_stats import format_interval
 from eval.report.plots import DEEPEST, STEP_PARTS, compute_step_ms
+from heads.decoding.tree import Tree
 
 NOT_SETTINGS = ("methods", "baseline", "baselines", "lossless", "texts", "concurrency")
 # Heading, key and format; the key with the suffix `_ci95` has the interval.
@@ -217,17 +218,14 @@ def _spread_labels(wanted: list[float], gap: float, limit: float) -> list[float]
 def _place_tree_nodes(tree: dict[str, Any]) -> dict[str, Any]:
     """Place the nodes: depth to the right, a best child level with its parent."""
     parents, ranks, rates = tree["parents"], tree["ranks"], tree["acceptance"]
-    depths, children = [0] * len(parents), [[] for _ in parents]  # type: ignore[var-annotated]
-    for node, parent in enumerate(parents[1:], start=1):
-        depths[node] = depths[parent] + 1
-        children[parent].append(node)
-    levels, level, waiting = [0] * len(parents), -1, [0]
+    shape = Tree(tuple(parents), tuple(ranks))
+    depths, levels, level, waiting = shape.depths, [0] * len(parents), -1, [0]
     while waiting:
         node = waiting.pop()
-        if not node or node != min(children[parents[node]], key=ranks.__getitem__):
+        if not node or node != shape.children[parents[node]][0]:
             level += 1
         levels[node] = level
-        waiting += sorted(children[node], key=ranks.__getitem__, reverse=True)
+        waiting += reversed(shape.children[node])
     nodes = [
         {
             "x": 12 + 84 * depths[n],
