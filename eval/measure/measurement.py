@@ -42,7 +42,7 @@ from eval.measure.prompts import (
     Prompt,
     check_prompt,
     render_first_turns,
-    render_next_turns,
+    render_next_turn,
     select_process_prompts,
     select_user_messages,
 )
@@ -307,7 +307,7 @@ def _render_later_turns(
         following: list[Prompt] = []
         for prompt in least:
             with suppress(InputError):
-                following += render_next_turns(records, [prompt], [[]], encoder)
+                following += render_next_turn(records[prompt.dialogue], prompt, [], encoder)
         least, _ = select_fitting_prompts(run, measurement.embeddings_and_output_head, following)
     turns, latest = list(prompts), prompts
     for turn in range(1, run.num_turns):
@@ -320,7 +320,8 @@ def _render_later_turns(
         texts = write(token_ids, run.max_new_tokens)
         told = "the target answers earlier turns"
         for number, ids in tqdm(texts, told, len(token_ids), unit="prompt", disable=not token_ids):
-            following = render_next_turns(records, [going_on[number]], [ids], encoder)
+            prompt = going_on[number]
+            following = render_next_turn(records[prompt.dialogue], prompt, ids, encoder)
             fit, left_out = select_fitting_prompts(
                 run, measurement.embeddings_and_output_head, following
             )

@@ -62,13 +62,10 @@ def render_first_turns(records: Sequence[Record], encoder: RecordEncoder) -> lis
     return prompts
 
 
-def render_next_turns(
-    records: Sequence[Record],
-    prompts: Sequence[Prompt],
-    answers: Sequence[list[int]],
-    encoder: RecordEncoder,
+def render_next_turn(
+    record: Record, prompt: Prompt, answer: list[int], encoder: RecordEncoder
 ) -> list[Prompt]:
-    """Render the question after each prompt, for dialogues that have one.
+    """Render the question after a prompt; an empty list if the dialogue has none.
 
     The dialogue continues from the target's answer, with thinking and text split, as the template
     renders an earlier turn. The data's answers and tool messages are left out, but a system message
@@ -76,26 +73,22 @@ def render_next_turns(
     depend on the answers. To compare methods, give all of them the same answers.
 
     Args:
-        records: records given to `render_first_turns`.
-        prompts: all prompts of one turn, in any order.
-        answers: the target's tokens after each prompt.
+        record: record of the prompt.
+        prompt: prompt of the earlier turn.
+        answer: the target's tokens after the prompt.
         encoder: encoder with the target's chat template.
 
     Raises:
         InputError: the template refuses the dialogue.
     """
-    following = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        index, turn = prompt.dialogue, prompt.turn
-        users = select_user_messages(records[index])
-        if turn < len(users):
-            tools = records[index].tools
-            written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
-            template = encoder.build_template(records[index].template_kwargs, tools)
-            reply = parse_reply(str(written), prompt.messages, template, tools)
-            messages = [*prompt.messages, reply, users[turn]]
-            following.append(_encode_turn(records[index], index, turn + 1, messages, encoder))
-    return following
+    users = select_user_messages(record)[prompt.turn :]
+    if not users:
+        return []
+    written = encoder.tokenizer.decode(answer, clean_up_tokenization_spaces=False)
+    template = encoder.build_template(record.template_kwargs, record.tools)
+    reply = parse_reply(str(written), prompt.messages, template, record.tools)
+    messages = [*prompt.messages, reply, users[0]]
+    return [_encode_turn(record, prompt.dialogue, prompt.turn + 1, messages, encoder)]
 
 
 def select_user_messages(record: Record) -> Messages:

@@ -7,7 +7,7 @@ from data.templates.record_encoder import RecordEncoder
 from eval.measure.prompts import (
     Prompt,
     render_first_turns,
-    render_next_turns,
+    render_next_turn,
     select_process_prompts,
 )
 
@@ -58,6 +58,12 @@ def test_first_turns_end_where_the_answer_begins():
     assert [(p.category, p.dialogue, p.turn, p.question) for p in prompts] == [
         ("chat", 0, 1, "Hi"), ("qa", 1, 1, "Who?"),
     ]  # fmt: skip
+
+
+def render_next_turns(records, prompts, answers, encoder) -> list[Prompt]:
+    pairs = zip(prompts, answers, strict=True)
+    turns = (render_next_turn(records[p.dialogue], p, ids, encoder) for p, ids in pairs)
+    return [prompt for turn in turns for prompt in turn]
 
 
 def test_the_second_turn_follows_the_targets_answer():
