@@ -17,7 +17,7 @@ from rich.table import Table
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun
-from eval.decode.engine import Generation, count_common_prefix
+from eval.decode.engine import count_common_prefix
 from eval.measure.acceptance_stats import (
     PromptSteps,
     bootstrap_speedup,
@@ -30,7 +30,6 @@ from eval.measure.acceptance_stats import (
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt, count_thinking_tokens
 from eval.preflight_checks import BASELINES, VANILLA
-from heads.decoding.tree import Tree
 from heads.target_model.model import Target
 
 PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
@@ -116,8 +115,13 @@ def _summarise_method(
                 **compute_speedup_figures(name, baseline, members, seed),
                 "num_prompts": row["num_prompts"],
             }
-    if method.tree is not None and method.tree.num_nodes > 1:
-        figures["tree"] = _describe_static_tree(method.tree, texts)
+    if (tree := method.tree) is not None and tree.num_nodes > 1:
+        paths = [path for text in texts for path in text.paths]
+        counts = Counter(node for path in paths for node in path)
+        # The share of passes that accepted each node.
+        rates = [1.0, *(counts[n] / max(1, len(paths)) for n in range(1, tree.num_nodes))]
+        shape = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
+        figures["tree"] = shape | {"acceptance": rates}
     # One entry per prompt: its verify passes, and for each part the seconds of every repeat (the
     # text's share of its batch).
     figures["prompts"] = [
@@ -146,14 +150,6 @@ def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
             parts["host"] += idle
     # Either the parts of a step, or the captured step.
     return {part: seconds for part, seconds in parts.items() if part != "step" or seconds}
-
-
-def _describe_static_tree(tree: Tree, texts: list[Generation]) -> dict[str, Any]:
-    """Describe a static tree, with the share of passes that accepted each node."""
-    counts = Counter(node for g in texts for path in g.paths for node in path)
-    num_steps = max(1, sum(len(g.paths) for g in texts))
-    rates = [1.0] + [counts[node] / num_steps for node in range(1, tree.num_nodes)]
-    return {"parents": list(tree.parents), "ranks": list(tree.ranks), "acceptance": rates}
 
 
 def select_baseline(methods: Iterable[str], runs: list[PromptRun]) -> str:
@@ -261,8 +257,13 @@ def _color_by_depth(
     texts, prompt = {}, run.prompt
     for name in methods:
         text = run.texts[name][0]
+        # The prompt's pass gives one token, or more if transformers drafts in it.
+        num_first = len(text.token_ids) - sum(step.num_emitted for step in text.steps)
+        depths = [*range(1, num_first), 0]
+        for step in text.steps:
+            depths += [*range(1, step.num_accepted + 1), 0][: step.num_emitted]
         pieces = _decode_token_pieces(tokenizer, text.token_ids)
-        texts[name] = list(zip(pieces, _list_token_depths(text), strict=True))
+        texts[name] = list(zip(pieces, depths, strict=True))
     return {
         "prompt": index,
         "category": prompt.category,
@@ -270,15 +271,6 @@ def _color_by_depth(
         "question": prompt.question,
         "methods": texts,
     }
-
-
-def _list_token_depths(text: Generation) -> list[int]:
-    # The prompt's pass gives one token, or more if transformers drafts in it.
-    num_first = len(text.token_ids) - sum(step.num_emitted for step in text.steps)
-    depths = [*range(1, num_first), 0]
-    for step in text.steps:
-        depths += [*range(1, step.num_accepted + 1), 0][: step.num_emitted]
-    return depths
 
 
 def _decode_token_pieces(tokenizer: Any, token_ids: list[int]) -> list[str]:
