@@ -52,14 +52,23 @@ def describe_conditions(result: Mapping[str, Any]) -> dict[str, str | int | None
         `greedy` draft token is the drafter's likeliest, a `probabilistic` draft token was sampled,
         and `standard` accepts it by p/q, one token after the other.
     """
-    temperature = result["temperature"]
+    temperature, asked = result["temperature"], result["num_turns"]
+    sampling, turns = "greedy", "all turns"
+    if temperature:
+        usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+        changed = [f"{key} {result[key]:g}" for key, value in usual.items() if result[key] != value]
+        sampling = ", ".join([f"temperature {temperature:g}", *changed])
+    most = result["data"].get("most_turns")
+    if most is None or asked < most:  # vLLM asks the first turn alone, Model-Optimizer asks all
+        turns = "first turns alone" if asked == 1 else f"first {asked} turns"
+        turns += "" if most is None else f" of up to {most}"
     chains = "probabilistic in chains, greedy in trees and copies"
     trees = "standard; in trees the rule for candidates that were not drawn"
     return {
         "data": _format_data(result["data"]),
-        "turns": _format_turns(result["num_turns"], result["data"].get("most_turns")),
+        "turns": turns,
         "draft_tokens": result.get("draft_tokens"),  # speedup.json has each method's own
-        "sampling": _format_sampling(result),
+        "sampling": sampling,
         "draft_sample_method": chains if temperature else "greedy",
         "rejection_sample_method": trees if temperature else "standard",
         "max_new_tokens": result["max_new_tokens"],
@@ -100,22 +109,6 @@ def _format_data(data: Mapping[str, Any]) -> str:
     digits = data.get("version") or data["sha256"]
     word = "version" if data.get("version") else "sha256"
     return ", ".join([*parts, f"{word} {digits[:SHORT]}"])
-
-
-def _format_turns(asked: int, most: int | None) -> str:
-    """Describe the turns asked: vLLM asks only the first, Model-Optimizer asks all."""
-    if most is not None and asked >= most:
-        return "all turns"
-    beyond = "" if most is None else f" of up to {most}"
-    return f"first turns alone{beyond}" if asked == 1 else f"first {asked} turns{beyond}"
-
-
-def _format_sampling(result: Mapping[str, Any]) -> str:
-    if not result["temperature"]:
-        return "greedy"
-    usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
-    changed = [f"{key} {result[key]:g}" for key, value in usual.items() if result[key] != value]
-    return ", ".join([f"temperature {result['temperature']:g}", *changed])
 
 
 def export_results(result: Mapping[str, Any], folder: Path) -> list[Path]:
