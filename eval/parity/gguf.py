@@ -4,7 +4,6 @@ Source, read November 2026: llama.cpp b11434 `ggml/src/gguf.cpp`, `src/llama-mod
 """
 
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +71,14 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
             raise ValueError(f"it begins with {bytes(content[:8])!r}")
         reader.offset = 8
         num_tensors, num_entries = reader.unpack_values("QQ")
-        entries = dict(_iter_entries(reader, num_entries))
-        places = []
+        entries, places = dict[str, Entry](), []
+        for _ in range(num_entries):
+            key, (number,) = reader.unpack_string(), reader.unpack_values("I")
+            if number == LIST:
+                number, size = reader.unpack_values("IQ")
+                entries[key] = Entry(number, reader.unpack_list(number, size))
+            else:
+                entries[key] = Entry(number, reader.unpack_list(number, 1)[0])
         for _ in range(num_tensors):
             name, (rank,) = reader.unpack_string(), reader.unpack_values("I")
             places.append(
@@ -92,16 +97,6 @@ def load_gguf(file: Path) -> tuple[dict[str, Entry], dict[str, Tensor]]:
     except (OSError, struct.error, ValueError, KeyError, OverflowError) as error:
         raise InputError(f"{file}: not a whole GGUF file of F32, F16 or BF16: {error}") from error
     return entries, tensors
-
-
-def _iter_entries(reader: _Bytes, count: int) -> Iterator[tuple[str, Entry]]:
-    for _ in range(count):
-        key, (number,) = reader.unpack_string(), reader.unpack_values("I")
-        if number != LIST:
-            yield key, Entry(number, reader.unpack_list(number, 1)[0])
-            continue
-        number, size = reader.unpack_values("IQ")
-        yield key, Entry(number, reader.unpack_list(number, size))
 
 
 class GgufMetadata(EngineConfig):
