@@ -59,20 +59,19 @@ def measure_passes(
         rng = random.Random(f"{config.seed} {size} {repeat}")
         order = rng.sample(range(len(prompts)), len(prompts))
         names = rng.sample(sorted(servers), len(servers))
-        ids = {name: size * IDS_PER_SIZE + 2 * repeat + (name == WITHOUT) for name in servers}
-        if not warm and any(number not in finished for number in ids.values()):
-            for name in names:
-                for _ in range(config.num_warmups):
-                    _measure_pass(servers[name], prompts, order[:size], config, size)
-            warm = True
         for name in names:
-            if ids[name] not in finished:
-                words = f"{name}, {size} in flight, {repeat + 1} of {config.num_repeats}"
-                finished[ids[name]] = _measure_pass(
-                    servers[name], prompts, order, config, size, words
+            number = size * IDS_PER_SIZE + 2 * repeat + (name == WITHOUT)
+            if number not in finished:
+                for other in [] if warm else names * config.num_warmups:
+                    _measure_pass(servers[other], prompts, order[:size], config, size)
+                warm, words = (
+                    True,
+                    f"{name}, {size} in flight, {repeat + 1} of {config.num_repeats}",
                 )
-                journal.append([{"id": ids[name], "pass": asdict(finished[ids[name]])}])
-            passes[name].append(finished[ids[name]])
+                done = _measure_pass(servers[name], prompts, order, config, size, words)
+                journal.append([{"id": number, "pass": asdict(done)}])
+                finished[number] = done
+            passes[name].append(finished[number])
     return passes
 
 

@@ -55,7 +55,6 @@ class _Window:
         self.pool: dict[int, OrderedDict[Ngram, None]] = {}
         self.tail: list[int] = []
         self.last: list[int] = []
-        self.append_tokens(prompt)
 
     def append_tokens(self, tokens: list[int]) -> None:
         """Append tokens to the text, and its n-grams to the pool."""
@@ -117,19 +116,16 @@ class Lookahead(Drafter):
     def observe(self, seen: CommittedTokens) -> None:
         """Start the windows from the prompts, then advance the windows by committed tokens."""
         self.device = seen.output.hidden_states.device
-        if seen.logits is None and self.windows:
-            for window, tokens in zip(self.windows, seen.token_ids, strict=True):
-                window.append_tokens(tokens)
-            return
-        if seen.logits is None:
+        if not self.windows:
             self.windows = [_Window(p, self.size, self.num_guesses) for p in seen.token_ids]
-            return
-        assert self.last is not None
-        places = torch.arange(len(self.last), device=self.device).unsqueeze(1)
-        answers = seen.logits[places, self.last].argmax(-1).tolist()
-        for window, tokens, row in zip(self.windows, seen.token_ids, answers, strict=True):
-            window.append_tokens(tokens[1:])
-            window.shift_rows(row)
+        for window, tokens in zip(self.windows, seen.token_ids, strict=True):
+            window.append_tokens(tokens if seen.logits is None else tokens[1:])
+        if seen.logits is not None:
+            assert self.last is not None
+            places = torch.arange(len(self.last), device=self.device).unsqueeze(1)
+            answers = seen.logits[places, self.last].argmax(-1).tolist()
+            for window, row in zip(self.windows, answers, strict=True):
+                window.shift_rows(row)
 
     def propose(self, roots: Roots) -> Draft:
         """Draft trees of different shapes, padded to the largest."""
