@@ -92,7 +92,12 @@ def main(config: AcceptanceRun) -> None:
     with ExitStack() as stack:
         first: Measurement | None = None
         for name, run in build_condition_runs(config).items():
-            if (finished := load_finished_result(run)) is not None:
+            path = Path(run.out_dir) / RESULT
+            if (finished := load_json(path)) is not None:  # by an earlier start
+                if finished.get("config") != to_json(run):
+                    raise InputError(
+                        f"out_dir: {path} is of other settings; choose another out_dir"
+                    )
                 results[name] = finished
                 continue
             measurement = stack.enter_context(
@@ -263,19 +268,6 @@ def print_acceptance(result: dict[str, Any], console: Console) -> None:
                 f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
             )
     print_acceptance_lengths(result["acceptance_length"], console)
-
-
-def load_finished_result(run: AcceptanceRun) -> dict[str, Any] | None:
-    """Read the result of a condition that an earlier start measured; None if there is none.
-
-    Raises:
-        InputError: the result has other settings.
-    """
-    path = Path(run.out_dir) / RESULT
-    result = load_json(path)
-    if result is not None and result.get("config") != to_json(run):
-        raise InputError(f"out_dir: {path} is of other settings; choose another out_dir")
-    return result
 
 
 def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:

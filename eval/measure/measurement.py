@@ -204,10 +204,7 @@ def open_measurement(
     if state.is_main_process:
         for each in trained_on:
             print_notes(*format_training_notes(stated.to_json(), each, each["head"]))
-    own_prompts = [
-        prompts[i]
-        for i in select_process_prompts(prompts, state.process_index, state.num_processes)
-    ]
+    own_prompts = select_process_prompts(prompts, state.process_index, state.num_processes)
     if not own_prompts:
         raise InputError(
             f"data.num_prompts={len(prompts)}: fewer dialogues than the {state.num_processes} "

@@ -150,16 +150,12 @@ def count_thinking_tokens(prompt: Prompt, token_ids: list[int], tokenizer: Any) 
 
 def select_process_prompts(
     prompts: Sequence[Prompt], process_index: int, num_processes: int
-) -> list[int]:
-    """Return the indices of the prompts that a process answers.
+) -> list[Prompt]:
+    """Select the prompts that a process answers.
 
     Dialogues are dealt in turn, so that each category is spread, and all turns of a dialogue stay
     with one process:
 
-        dialogues 0 1 2 3 4 0 1 2, 2 processes -> indices 0 2 4 5 7 and 1 3 6
+        dialogues 0 1 2 3 4 0 1 2, 2 processes -> 0 2 4 0 2 and 1 3 1
     """
-    return [
-        index
-        for index, prompt in enumerate(prompts)
-        if prompt.dialogue % num_processes == process_index
-    ]
+    return [prompt for prompt in prompts if prompt.dialogue % num_processes == process_index]

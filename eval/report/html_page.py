@@ -83,22 +83,16 @@ def write_html_page(result: dict[str, Any], path: Path) -> None:
         undefined=StrictUndefined,
     )
     environment.filters |= {
-        "verbatim": _escape_verbatim,
-        "breakable": _escape_breakable,
+        # A bare carriage return would break the line.
+        "verbatim": lambda text: (
+            escape(text).replace("\r", Markup("&#13;")).replace("\0", "\ufffd")
+        ),
+        # A narrow column may split a name at its underscores.
+        "breakable": lambda name: Markup("_<wbr>").join(name.split("_")),
         "shown": format_interval,
     }
     page = environment.get_template("page.html.j2").render(_build_view(result))
     write_atomically(path, page.encode(errors="replace"))
-
-
-def _escape_verbatim(text: str) -> Markup:
-    """Escape text that a browser returns unchanged; a bare carriage return would break the line."""
-    return Markup(str(escape(text)).replace("\r", "&#13;").replace("\0", "\ufffd"))
-
-
-def _escape_breakable(name: str) -> Markup:
-    """Escape a name that a narrow column may split at its underscores."""
-    return Markup("_<wbr>").join(name.split("_"))
 
 
 def _build_view(result: dict[str, Any]) -> dict[str, Any]:

@@ -152,5 +152,5 @@ def of_dialogues(*dialogues: int) -> list[Prompt]:
 
 def test_dialogues_are_dealt_round():
     prompts = of_dialogues(0, 1, 2, 3, 4, 0, 1, 2)
-    assert select_process_prompts(prompts, 0, 2) == [0, 2, 4, 5, 7]
-    assert select_process_prompts(prompts, 1, 2) == [1, 3, 6]
+    assert select_process_prompts(prompts, 0, 2) == of_dialogues(0, 2, 4, 0, 2)
+    assert select_process_prompts(prompts, 1, 2) == of_dialogues(1, 3, 1)
