@@ -189,7 +189,8 @@ def measure_acceptance(
 
     head = measurement.head
     chain, tree = figures("chain", head.chain.depth), figures("tree", head.tree.depth)
-    result = {"mode": config.mode.value, **chain, head.tree_name: tree}
+    tree_name = "static_tree" if isinstance(head.tree, Tree) else "dynamic_tree"
+    result = {"mode": config.mode.value, **chain, tree_name: tree}
     if config.mode is Mode.replay:
         depths = zip(*(row["agreement"] for row in rows), strict=True)
         result["agreement"] = [compute_share(a for text in texts for a in text) for texts in depths]

@@ -49,6 +49,7 @@ from eval.report.html_page import write_html_page
 from eval.report.plots import plot_concurrency, plot_speedup
 from heads.draft_head import DraftHead
 from heads.export.writer import choose_engine, format_dtype
+from heads.kinds import find_kind_name
 from heads.mtp.checkpoint import find_mtp_layers
 
 MAX_NODES = 256  # of any tree
@@ -131,7 +132,7 @@ def main(config: SpeedupRun) -> None:
     files = [path, path.with_suffix(".png"), path.with_suffix(".html")]
     files += export_results(written, path.parent)
     console.print("wrote " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
-    verdict = judge_speedup(result, [head.kind for head in measurement.heads])
+    verdict = judge_speedup(result, [find_kind_name(head.draft_head) for head in measurement.heads])
     if config.head.path is not None and verdict is not None:
         onward = build_export_settings(measurement.head.draft_head, config)
         print_verdict("speedup", verdict, config, onward)

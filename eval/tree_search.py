@@ -158,7 +158,7 @@ def replay_target_texts(measurement: Measurement, config: TreeSearchRun) -> Tree
     """Let the target answer the prompts, and record the head's drafts along its answers."""
     head, length = measurement.head, config.max_new_tokens
     if isinstance(head.tree, Tree):
-        tree = build_widest_tree(head.max_useful_depth)
+        tree = build_widest_tree(head.draft_head.max_chain_depth)
         return StaticTreeReplay.from_prompts(
             measurement.target, head.draft_head, measurement.prompts, length, tree
         )
@@ -167,7 +167,7 @@ def replay_target_texts(measurement: Measurement, config: TreeSearchRun) -> Tree
         return replace(head, tree=shape).make_drafter("tree", GREEDY, [0])
 
     top_ks = sorted({*config.top_ks, make_dynamic_shape(_is_gpu_curve(config)).top_k})
-    longest = min(LONGEST, head.max_useful_depth)
+    longest = min(LONGEST, head.draft_head.max_chain_depth)
     return DynamicTreeReplay.from_prompts(
         measurement.target, make, measurement.prompts, length, longest, top_ks
     )
@@ -179,7 +179,7 @@ def measure_shape_costs(
     """Time passes and drafts here, and convert to a recorded curve if given."""
     head, target = measurement.head, measurement.target
     probes: list[DraftShape] = (
-        [build_widest_tree(depth) for depth in range(1, head.max_useful_depth + 1)]
+        [build_widest_tree(depth) for depth in range(1, head.draft_head.max_chain_depth + 1)]
         if isinstance(texts, StaticTreeReplay)
         else [DynamicShape(depth, k, 1) for k in texts.top_ks for depth in {1, texts.depth}]
     )

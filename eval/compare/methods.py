@@ -36,7 +36,7 @@ from eval.tune.skip_search import search_skipped_layers
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import Tree, make_default_tree
-from heads.kinds import HEADS
+from heads.kinds import HEADS, find_kind_name
 from heads.layers.fast_linear import make_low_rank_target, pack_weights
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import load_target
@@ -209,7 +209,7 @@ class MethodBuilder:
             )  # fmt: skip
         counts: Counter[str] = Counter()
         for head in self.measurement.heads:
-            family = head.kind
+            family = find_kind_name(head.draft_head)
             counts[family] += 1
             number = f"_{counts[family]}" if counts[family] > 1 else ""
             for shape in ("chain", "tree"):

@@ -17,7 +17,7 @@ from heads.decoding.sampling import Sampling
 from heads.decoding.tree import DraftShape, DynamicShape, Tree
 from heads.draft_head import DraftHead, check_depth
 from heads.folders import locate_head
-from heads.kinds import find_kind_name, load_head
+from heads.kinds import load_head
 
 SHAPE_FILE = "draft_tree.json"
 """File beside the weights of a head: the best tree, from `eval/tree_search.py`."""
@@ -40,26 +40,6 @@ class MeasuredHead:
     tree: DraftShape
     chain: Tree
     tree_data_sha256: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """Return the name of the head's kind, as methods are named after it."""
-        return find_kind_name(self.draft_head)
-
-    @property
-    def tree_name(self) -> str:
-        """Return the key of the tree's figures in a results file."""
-        return "static_tree" if isinstance(self.tree, Tree) else "dynamic_tree"
-
-    @property
-    def depth(self) -> int:
-        """Return the number of draft tokens on the longest path of both shapes."""
-        return max(self.tree.depth, self.chain.depth)
-
-    @property
-    def max_useful_depth(self) -> int:
-        """Return the number of draft tokens of the longest useful chain."""
-        return self.draft_head.max_chain_depth
 
     def make_drafter(self, shape: str, sampling: Sampling, seeds: list[int]) -> Drafter:
         """Make a new drafter, `chain` or `tree`, for texts with these seeds."""

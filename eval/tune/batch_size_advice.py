@@ -104,9 +104,8 @@ def estimate_advice(measurement: Measurement, config: TreeSearchRun, context: li
     taus = compute_chain_taus(target, head, measurement.prompts, config.max_new_tokens)
     points = []
     for size in config.batch_sizes:
-        drafters = {
-            length: make_chain_drafter(head, length, size) for length in (1, head.max_useful_depth)
-        }
+        lengths = 1, head.draft_head.max_chain_depth
+        drafters = {length: make_chain_drafter(head, length, size) for length in lengths}
         curve, drafts = measure_step_costs(target, drafters, context, size, SIZES)
         points.append(BatchSizeAdvice(size, estimate_speedups(taus, curve, drafts)))
     return Advice(points)
@@ -116,12 +115,12 @@ def compute_chain_taus(
     target: Target, head: MeasuredHead, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> list[float]:
     """Compute tokens per verify pass of chains by length, from 1, by one replay of the longest."""
-    texts = StaticTreeReplay.from_prompts(
-        target, head.draft_head, prompts, max_new_tokens, Tree.make_chain(head.max_useful_depth)
-    )
+    longest = head.draft_head.max_chain_depth
+    chain = Tree.make_chain(longest)
+    texts = StaticTreeReplay.from_prompts(target, head.draft_head, prompts, max_new_tokens, chain)
     return [
         tau([PromptSteps("", steps) for steps in texts.replay_shape(Tree.make_chain(length))])
-        for length in range(1, head.max_useful_depth + 1)
+        for length in range(1, longest + 1)
     ]
 
 

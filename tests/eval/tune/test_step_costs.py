@@ -232,7 +232,7 @@ def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> 
     bench_head = MeasuredHead("", head, Tree.make_chain(3), Tree.make_chain(3))
     prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
     found = compute_chain_taus(target, bench_head, prompts, 20)
-    assert len(found) == bench_head.max_useful_depth
+    assert len(found) == bench_head.draft_head.max_chain_depth
     for length in (1, 3):
         steps = [
             PromptSteps(
