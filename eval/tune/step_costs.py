@@ -85,17 +85,13 @@ def load_cost_curve(path: str) -> CostCurve:
             f"curve={path}: not a cost curve ({type(error).__name__}: {error}); allowed: JSON with "
             "device, sizes, seconds, and optionally draft_seconds, context and source"
         ) from None
-    sizes, seconds = curve.sizes, curve.seconds
-    if bad or not sizes or sizes != sorted(set(sizes)) or len(sizes) != len(seconds):
+    sizes, seconds, draft = curve.sizes, curve.seconds, curve.draft_seconds
+    bad = bad or not sizes or sizes != sorted(set(sizes)) or len(sizes) != len(seconds)
+    if bad or sizes[0] < 1 or min(seconds) <= 0 or (draft or 0) < 0:
         raise InputError(
             f"curve={path}: sizes {sizes} must be rising numbers, with one number of seconds "
-            f"{seconds} each"
-        )
-    if min(*sizes, 1) < 1 or min(seconds) <= 0 or (curve.draft_seconds or 0) < 0:
-        raise InputError(
-            f"curve={path}: found sizes {sizes}, seconds {seconds} and draft_seconds "
-            f"{curve.draft_seconds}; sizes must be at least 1, seconds above 0, draft_seconds at "
-            "least 0"
+            f"{seconds} each; sizes must be at least 1, seconds above 0, draft_seconds at least 0 "
+            f"(found {draft})"
         )
     return curve
 
