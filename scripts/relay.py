@@ -28,19 +28,15 @@ def check_relay(config: RelayRun) -> None:
     """
     from data.servers.http_client import RELAY_TOKEN_VARIABLE, find_relay_token
 
-    if find_relay_token() is None and not is_loopback(config.host):
+    is_local = config.host == "localhost"
+    with suppress(ValueError):
+        is_local = ip_address(config.host).is_loopback
+    if find_relay_token() is None and not is_local:
         raise InputError(
             f"host={config.host}: other machines can reach it, so a token is needed; run export "
             f"{RELAY_TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and set the same value where "
             "trainers run"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address or name."""
-    with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host == "localhost"
 
 
 COMMAND = Command(__doc__, RelayRun, "relay", check=check_relay)

@@ -141,18 +141,6 @@ def save_variant(variant: HeadVariant, config: RepairRun, bench: Measurement, fo
     head.save(folder, history)
 
 
-def print_variants(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a table with a row for each variant."""
-    table = Table("read", title="tau of chains, replayed over the target's own answers")
-    for column in ("tau", "more", "95% interval"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        interval = row["more_ci95"]
-        bounds = "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
-        table.add_row(row["reading"], f"{row['tau']:.3f}", f"{row['more']:+.3f}", bounds)
-    console.print(table)
-
-
 def main(config: RepairRun) -> None:
     """Measure the variants; write `repair.json`, and `out_dir/head` if a fault was found."""
     bench = open_measurement(config, "repair.json")
@@ -167,7 +155,14 @@ def main(config: RepairRun) -> None:
     if not bench.is_main_process:
         return
     console = Console()
-    print_variants(rows, console)
+    table = Table("read", title="tau of chains, replayed over the target's own answers")
+    for column in ("tau", "more", "95% interval"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        interval = row["more_ci95"]
+        bounds = "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+        table.add_row(row["reading"], f"{row['tau']:.3f}", f"{row['more']:+.3f}", bounds)
+    console.print(table)
     if best is None:
         console.print("no other reading is significantly better, so the files are right")
     else:
