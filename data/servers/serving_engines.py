@@ -59,9 +59,10 @@ class TextRequest:
     salt: str | None = None
 
     @property
-    def chosen_sampling(self) -> dict[str, float | int]:
-        """Sampling settings of the request; greedy if none are set."""
-        return self.sampling or {"temperature": 0}
+    def settings(self) -> dict[str, float | int]:
+        """Sampling settings, greedy if none are set, and whether stop tokens are ignored."""
+        sampling = self.sampling or {"temperature": 0}
+        return sampling | ({"ignore_eos": True} if self.ignore_eos else {})
 
 
 @dataclass(frozen=True)
@@ -423,9 +424,8 @@ class ServingEngine(SyncEndpointClient):
             self.name, self.model = str(served["owned_by"]), str(served["id"])
             adapters = [each for each in reply["data"] if each.get("parent") == self.model]
             self.adapters = [str(each["id"]) for each in adapters]
-            self.max_model_len = served.get("max_model_len")
-            if self.max_model_len is None:  # llama.cpp names no `meta` while it loads
-                self.max_model_len = (served.get("meta") or {}).get("n_ctx")
+            meta = served.get("meta") or {}  # llama.cpp names none while it loads
+            self.max_model_len = served.get("max_model_len") or meta.get("n_ctx")
             self.protocol = PROTOCOLS[self.name](self.client, self.model)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise RequestFailedError(
@@ -467,8 +467,7 @@ class _VllmProtocol(EngineProtocol):
             "return_token_ids": True,
             # A model's generation_config.json can ask for a penalty, which servers take over.
             "repetition_penalty": 1.0,
-            **request.chosen_sampling,
-            **({"ignore_eos": True} if request.ignore_eos else {}),
+            **request.settings,
             **({"cache_salt": request.salt} if request.salt else {}),
         }
 
@@ -501,8 +500,7 @@ class _LlamaCppProtocol(EngineProtocol):
             "return_tokens": True,
             # After a cached prompt, the draft head lacks the features of the prompt.
             "cache_prompt": False,
-            **request.chosen_sampling,
-            **({"ignore_eos": True} if request.ignore_eos else {}),
+            **request.settings,
         }
 
     def _get_token_ids(self, reply: Any) -> list[int]:
@@ -531,8 +529,7 @@ class _SglangProtocol(EngineProtocol):
 
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         sampling = {"max_new_tokens": request.max_new_tokens, "repetition_penalty": 1.0}
-        sampling |= {key: value for key, value in request.chosen_sampling.items() if key != "seed"}
-        sampling |= {"ignore_eos": True} if request.ignore_eos else {}
+        sampling |= {key: value for key, value in request.settings.items() if key != "seed"}
         return {"input_ids": prompt_ids, "sampling_params": sampling}
 
     def _get_token_ids(self, reply: Any) -> list[int]:
