@@ -108,7 +108,7 @@ class Objective(nn.Module):
         metric_names: names of the rows of `LossSums.terms` after losses and tokens.
         description: description of the head to print.
         own_parameter_groups: groups of the head's parameters, if they are not all trained alike.
-        criterion: comparison of rows with the teacher's; compiled with the head. None without one.
+        compiled: whether the loss is compiled on first use.
         first_depth: depth of the first term; 0 is the target, 1 the first draft token.
         resume_settings: settings by key that must not change when a run continues.
         loss_logits_per_token: logits per token whose loss is faster compiled on a CPU.
@@ -137,7 +137,6 @@ class Objective(nn.Module):
         super().__init__()
         self.resume_settings: dict[str, Any] = {}
         self.own_parameter_groups: list[ParameterGroup] = []
-        self.criterion: Any = None
         self.compiled = False
 
     def forward(self, batch: Batch, scale: Tensor) -> LossSums:
@@ -198,8 +197,6 @@ class Objective(nn.Module):
     def compile_parts(self) -> None:
         """Compile the loss, and the parts of the head that fuse well."""
         self.compiled = True
-        if self.criterion is not None:
-            self.criterion.compiled = True
         self.head.compile_layers()
 
     @final

@@ -87,9 +87,7 @@ class StepObjective(Objective):
             student, teacher = scale_off_path_rows(student, teacher, batch, weight)
             if self.config.text_weight:
                 teacher = build_text_teacher(gather_labels(batch), teacher)
-            total, (values,) = compute_fused_loss(
-                [student], teacher, self.criterion, self.criterion.compiled
-            )
+            total, (values,) = compute_fused_loss([student], teacher, self.criterion, self.compiled)
             extra = self.compute_extra_loss(outputs, rows, batch, values)
             if extra is not None:
                 total = total + (extra * student.scales[:]).sum()
@@ -131,7 +129,7 @@ class StepObjective(Objective):
 
 
 class StepCriterion:
-    """Weighted losses of a row, compiled on first use if asked for.
+    """Weighted losses of a row.
 
     Rows whose likeliest continuation is outside the draft vocabulary add only a text loss if
     `config.skips_undrafted` is set.
@@ -140,7 +138,7 @@ class StepCriterion:
     num_metrics = len(DRAFT_METRICS)
 
     def __init__(self, config: Any, vocab: DraftVocab) -> None:
-        self.config, self.vocab, self.compiled = config, vocab, False
+        self.config, self.vocab = config, vocab
 
     def __call__(
         self, chunk: Any, chunk_rows: Tensor, student: Softmax, needs_grad: bool

@@ -129,9 +129,9 @@ def test_memory_by_hand() -> None:
 
 def test_what_is_compiled_is_asked_for() -> None:
     objective = eagle()
-    assert not objective.criterion.compiled
+    assert not objective.compiled
     objective.compile_parts()
-    assert objective.criterion.compiled is True
+    assert objective.compiled is True
     assert objective.head.layer.mlp._compiled_call_impl is not None
 
 
