@@ -62,10 +62,8 @@ class MedusaObjective(Objective):
         self, head: MedusaHead, target: EmbeddingsAndOutputHead, config: MedusaConfig
     ) -> None:
         super().__init__()
-        self.head = head
-        self.target = target
-        self.soft, self.temperature = config.labels is Labels.soft, config.teacher_temperature
-        self.off_path_weight = config.off_path_weight
+        self.head, self.target, self.config = head, target, config
+        self.soft = config.labels is Labels.soft
         self.term_weights = compute_head_weights(head.num_heads, config.loss_decay)
         self.resume_settings = collect_resume_settings("head", config)
         self.description = f"{head.num_heads} Medusa heads"
@@ -94,9 +92,9 @@ class MedusaObjective(Objective):
         soft = None
         if self.soft:
             states = hidden.flatten(0, 1)[batch[SUPERVISION].token_indices]
-            temperature = self.distillation_temperature(self.temperature)
+            temperature = self.distillation_temperature(self.config.teacher_temperature)
             teacher = build_hidden_teacher(self.target, self.vocab, states, temperature)
-            soft = teacher, self.off_path_weight
+            soft = teacher, self.config.off_path_weight
         return compute_medusa_loss(self.head, hidden, batch, scale, soft, self.compiled)
 
 

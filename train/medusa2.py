@@ -115,15 +115,12 @@ class Medusa2Objective(Objective):
 
     def __init__(self, head: AdaptedMedusa, target: Target, config: Medusa2Run) -> None:
         super().__init__()
-        self.head = head
-        self.target = target
+        self.head, self.target, self.config = head, target, config.head
         self.joint, self.num_steps = config.joint, config.train.num_steps
         assert config.joint.heads_only_steps is not None, "the run's settings fill it in"
         self.first_step = config.joint.heads_only_steps  # the first joint one
         self.distilled = config.joint.target_loss is TargetLoss.self
         self.soft = config.head.labels is Labels.soft
-        self.temperature = config.head.teacher_temperature
-        self.off_path_weight = config.head.off_path_weight
         self.decays = compute_head_weights(head.heads.num_heads, config.head.loss_decay)
         self.term_weights = self._build_term_weights(1.0, config.joint.heads_weight)
         self.resume_settings = self._collect_resume_settings(config)
@@ -135,10 +132,9 @@ class Medusa2Objective(Objective):
         self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
     def _collect_resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
-        groups = {"head": config.head, "adapter": config.adapter, "joint": config.joint}
-        settings: dict[str, Any] = {}
-        for prefix, group in groups.items():
-            settings |= collect_resume_settings(prefix, group)
+        settings = collect_resume_settings("head", config.head)
+        settings |= collect_resume_settings("adapter", config.adapter)
+        settings |= collect_resume_settings("joint", config.joint)
         if self.joint.heads_schedule is HeadsSchedule.sine:
             settings["joint steps"] = self.num_steps - self.first_step
         if config.adapter.dropout:
@@ -172,7 +168,8 @@ class Medusa2Objective(Objective):
         target_teacher = self._build_teacher(batch, bare) if self.distilled else None
         soft = None
         if self.soft:
-            soft = self._build_teacher(batch, bare, self.temperature), self.off_path_weight
+            teacher = self._build_teacher(batch, bare, self.config.teacher_temperature)
+            soft = teacher, self.config.off_path_weight
         target_sums = compute_target_loss(
             self.target, hidden, batch, scale[:1], target_teacher, self.compiled
         )

@@ -342,20 +342,15 @@ def resolve_optimizer(
         optimizer = Optimizer.adamw if deepspeed else objective.default_optimizer
     fraction = TRAINED_HEAD_RATE_FRACTION if trained else 1.0
     given = config.learning_rate, config.adam_learning_rate
-    usual = objective.compute_default_rates(optimizer)
-    rate, adam = (
-        fraction * usual_rate if value == AUTO else float(value)
-        for value, usual_rate in zip(given, usual, strict=True)
+    usual = (fraction * rate for rate in objective.compute_default_rates(optimizer))
+    pairs = list(zip(given, usual, strict=True))
+    rate, adam = (own if value == AUTO else float(value) for value, own in pairs)
+    first, other = (
+        f"{own:.2g} (auto)" if value == AUTO else f"{float(value):.2g}" for value, own in pairs
     )
-    rate_text, adam_text = (
-        f"{number:.2g} (auto)" if value == AUTO else f"{number:.2g}"
-        for value, number in zip(given, (rate, adam), strict=True)
-    )
-    line = f"optimizer: AdamW at {rate_text}"
+    line = f"optimizer: AdamW at {first}"
     if optimizer is Optimizer.muon:
-        line = (
-            f"optimizer: Muon at {rate_text} for hidden matrices, AdamW at {adam_text} for the rest"
-        )
+        line = f"optimizer: Muon at {first} for hidden matrices, AdamW at {other} for the rest"
     config = replace(config, optimizer=optimizer, learning_rate=rate, adam_learning_rate=adam)
     if config.schedule is Schedule.auto:
         config = replace(config, schedule=objective.default_schedule)
