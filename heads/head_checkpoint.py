@@ -170,6 +170,24 @@ class HeadCheckpoint:
                     f"config.json says {first}={expected}, but {place}={layers}; keep the right one"
                 )
 
+    def select_layers(self, layers: Sequence[int], width: int, default: int = 0) -> tuple[int, ...]:
+        """Return the hidden states that a head fuses, `default` many where none are named.
+
+        Raises:
+            InputError: the fusion layer reads another number of states of this width.
+        """
+        fc, number = self.tensors.get("fc.weight"), len(layers) or default
+        if not number or (fc is not None and fc.shape[-1] != number * width):
+            read = "reads nothing"
+            if fc is not None:
+                read = f"{list(fc.shape)} reads {fc.shape[-1] / width:g} hidden states of {width}"
+            named = list(layers) or (f"none, which is {default}" if default else [])
+            raise self.make_error(
+                f"{self.get_stored_name('fc.weight')} {read}, but head.layers or config.json names "
+                f"{named}"
+            )
+        return tuple(layers)
+
     def pop_draft_vocab(self, stated: Sequence[int], whole_kind: str = "") -> DraftVocab:
         """Build the draft vocabulary, and remove `d2t` and `t2d` from the tensors.
 

@@ -179,11 +179,4 @@ class BlockCheckpoint(HeadCheckpoint):
         self.check_layer_ids(stated)
         for key in keys:
             named = settings.get(key, named)
-        selected = tuple(named if layers is None else layers)
-        fc = self.tensors.get("fc.weight")
-        if not selected or (fc is not None and fc.shape[-1] != len(selected) * width):
-            read = "nothing" if fc is None else f"{fc.shape[-1] / width:g} hidden states of {width}"
-            raise self.make_error(
-                f"fc.weight reads {read}, but head.layers or config.json names {list(selected)}"
-            )
-        return selected
+        return self.select_layers(named if layers is None else layers, width)

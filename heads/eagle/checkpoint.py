@@ -153,15 +153,7 @@ class EagleCheckpoint(HeadCheckpoint):
         inner = (settings.get("eagle_config") or {}).get(key)
         self.check_layer_ids({key: settings.get(key), f"eagle_config.{key}": inner})
         named = settings.get(key, ()) if exported is None else exported
-        selected = tuple(named if layers is None else layers)
-        fc = self.tensors.get("fc.weight")
-        if fc is not None and fc.shape[-1] != (len(selected) or 3) * width:
-            raise self.make_error(
-                f"{self.get_stored_name('fc.weight')} {list(fc.shape)} reads "
-                f"{fc.shape[-1] / width:g} hidden states of {width}, but head.layers or "
-                f"config.json names {list(selected) or 'none, which is 3'}"
-            )
-        return selected
+        return self.select_layers(named if layers is None else layers, width, 3)
 
     def pop_eagle_vocab(self) -> DraftVocab:
         """Build the draft vocabulary. See `HeadCheckpoint.pop_draft_vocab`.
