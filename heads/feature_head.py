@@ -157,12 +157,8 @@ class FeatureHead(DraftHead):
     ) -> Tensor:
         """Rank the tokens of each depth along a text: the best [depth, n, width] int64.
 
-        Args:
-            features: [S, F] hidden states of the target.
-            ids: [S + 1] int64, the text and its next token.
-            first: first token to draft from; n = S - first.
-            depth: draft tokens per chain.
-            width: candidates per depth.
+        Arguments as in `compute_candidates`, with hidden states [S, F] as `features` and all tokens
+        [S + 1] int64 as `ids`.
         """
 
     @property

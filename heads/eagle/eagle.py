@@ -295,13 +295,8 @@ class EagleHead(AutoregressiveHead):
     ) -> list[Tensor]:
         """Compute outputs [S, H] of each depth; row t reads states 0..t, then its own outputs.
 
-        These are an engine's outputs while every draft token is accepted.
-
-        Args:
-            features: [S, F] hidden states of the target.
-            ids: [S + D + 1] int64 text.
-            position_ids: [S] int64 positions.
-            depth: number D of depths.
+        These are an engine's outputs while every draft token is accepted. Arguments as in
+        `unroll_text`, with D = `depth` further tokens in `ids`.
         """
         steps = self.unroll_text(features, ids, position_ids, 0)
         return [next(steps) for _ in range(depth)]

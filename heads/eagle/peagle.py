@@ -281,14 +281,9 @@ class PEagleHead(EagleHead):
     def iter_outputs(
         self, features: Tensor, ids: Tensor, position_ids: Tensor, first: int, depth: int
     ) -> Iterator[list[Tensor]]:
-        """Yield the outputs [n, H] of each depth, for some tokens of a text at a time.
+        """Yield the outputs [n, H] of each of `depth` depths, for some tokens of a text at a time.
 
-        Args:
-            features: [S, F] hidden states of the target.
-            ids: [S + 1] int64 or more, the text and its next token.
-            position_ids: [S] int64 positions.
-            first: first token to draft from.
-            depth: draft tokens per row.
+        Other arguments as in `unroll_text`.
         """
         places, stored = torch.arange(len(features), device=ids.device), list[KeysValues]()
         whole, end = Documents.from_length(len(features), ids.device), self.max_positions - 1
