@@ -75,7 +75,8 @@ class DataReport:
         held_out = self.eval_path or "a share of it"
         advice = " (a larger data.max_length packs closer)" if self.padding > WIDE else ""
         lines = [
-            f"records: {self.num_records:,} read, {self.num_bad:,} malformed, "
+            f"records: {self.num_records:,} read, {self.num_heldout:,} of them held out, "
+            f"{self.num_bad:,} malformed, "
             f"{self.num_truncated:,} truncated, {self.num_dropped:,} dropped (nothing to learn)",
             *self._format_truncation(),
             f"tokens: {self.num_tokens:,}, of which {supervised:.1%} are learnt",

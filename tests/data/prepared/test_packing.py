@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -274,14 +275,15 @@ REPORT = DataReport(
     num_truncated=1000, num_dropped=7, num_tokens=4000, num_supervised_tokens=1000,
     padding=0.125, sha256="0123456789abcdef", num_train_sequences=50, num_eval_sequences=5,
     bad=["row 1", "row 2"], lengths={"p50": 90, "p90": 400, "p99": 1000, "longest": 70000},
-    prepared=["cache/1", "cache/2"], rows_per_s=3000.4,
+    prepared=["cache/1", "cache/2"], rows_per_s=3000.4, num_heldout=25,
 )  # fmt: skip
 
 
 def test_the_lines_of_a_report():
     assert REPORT.format_lines() == [
         "data: rows.jsonl (form prompt, sha256 0123456789ab); held out: a share of it",
-        "  records: 1,200 read, 3 malformed, 1,000 truncated, 7 dropped (nothing to learn)",
+        "  records: 1,200 read, 25 of them held out, 3 malformed, 1,000 truncated, 7 dropped "
+        "(nothing to learn)",
         "  warning: 1,000 samples of 1,200 records are longer than data.max_length, so their ends "
         "are not learnt; data.max_length=448 keeps 90% whole, 70000 all",
         "  tokens: 4,000, of which 25.0% are learnt",
@@ -322,7 +324,7 @@ def test_the_report_counts_and_lists(write, tmp_path):
     assert report.num_truncated > 0
     text = "\n".join(report.format_lines())
     assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
-    assert "102 read, 2 malformed" in text
+    assert re.search(r"102 read, \d+ of them held out, 2 malformed", text)
     assert "1 dropped (nothing to learn)" in text
     assert "rows.jsonl:101: field 'prompt': found empty text" in text
     assert "rows.jsonl:102: the target's chat template refuses the conversation: refused" in text
