@@ -89,7 +89,7 @@ if __name__ == "__main__":
 import torch
 
 from data.embedded import TARGET_PATH, is_embedded
-from eval.measure.verdict import judge_measured_head
+from eval.measure.verdict import UNMEASURED, judge_measured_head
 from eval.parity.parity_check import check_parity
 from heads.draft_head import UNKNOWN
 from heads.export.writer import (
@@ -166,12 +166,16 @@ def main(config: ExportRun) -> None:
     limit = format_version_limit(head, config.format)
     command = head.plan_export(config.format, str(out_dir)).command
     places = (folder, folder.resolve().parent)
-    if verdict := judge_measured_head(folder, find_kind_name(head), places):
-        print(verdict)
+    print(judge_measured_head(folder, find_kind_name(head), places) or UNMEASURED)
     print(f"{wrote}; serve it with{limit and f' ({limit})'}\n\n{command}")
     if (port := PORTS.get(config.format)) is not None:
         kept_settings = collect_changed_settings(config, "head", "target") | {"target.path": path}
         server = {"endpoint": f"http://localhost:{port}"}
+        if config.format is ExportFormat.llamacpp:
+            print(
+                "\nto be checked to the unit, it takes -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd "
+                "f32 besides; otherwise, and with quantised weights, give eval/serve.py a tolerance"
+            )
         print_next_command("export", server | kept_settings | prompts_for(path))
 
 

@@ -77,7 +77,7 @@ if __name__ == "__main__":
     COMMAND.parse_command_line()
 
 from data.embedded import is_embedded
-from eval.measure.verdict import judge_measured_head, measures_another_head
+from eval.measure.verdict import UNMEASURED, judge_measured_head, measures_another_head
 from heads.kinds import find_kind_name, load_head
 from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
 from scripts.publish.model_card import (
@@ -161,8 +161,7 @@ def main(config: PushRun) -> None:
             exports=export_facts,
             notices=notices,
         )
-        if facts.verdict:
-            print(facts.verdict)
+        print(facts.verdict or UNMEASURED)
         for repo_id, staged in repos.items():
             repo_facts = facts
             if repo_id != config.repo_id:
@@ -194,14 +193,21 @@ def name_public_target(config: PushRun, provenance: dict[str, Any], target: str)
     Raises:
         InputError: the target is a local folder, and `base_model` is unset.
     """
+    place, its_file = split_gguf_path(target) or (target, "")
     if config.base_model is not None:
+        if its_file and split_gguf_path(config.base_model) is None:
+            print(
+                f"base_model={config.base_model} names no GGUF file, but the head was trained for "
+                f"{its_file}; if that file is on the Hub, type base_model=owner/name/{its_file}"
+            )
         return config.base_model
     if is_embedded(_target_settings(provenance).get("path") or ""):
         return None
-    if not is_hub_id(target):
+    if not is_hub_id(place):
         raise InputError(
             f"base_model is unset, but this head's target is {target}, which others cannot find; "
-            "type base_model=owner/name, the target's id on the Hub"
+            f"type base_model={'/'.join(filter(None, ('owner/name', its_file)))}, the target's "
+            f"{'file' if its_file else 'id'} on the Hub"
         )
     return target
 

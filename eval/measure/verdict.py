@@ -34,6 +34,10 @@ UNTRAINED = [name for name, needs in METHODS.items() if needs == "nothing"]
 TREES = "vLLM and llama.cpp run chains alone, SGLang also trees of EAGLE heads."
 """Why a head is judged by its chain. No serving engine mixes a head with suffixes."""
 NO_CHAIN = "Nothing says whether this head is worth serving, as no chain was measured"
+UNMEASURED = (
+    "No figures of this head lie beside it, so nothing says whether it is worth serving: measure "
+    "it first (eval/acceptance.py)"
+)
 
 
 class Outcome(Enum):

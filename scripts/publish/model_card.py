@@ -378,10 +378,15 @@ def _data_text(data: dict[str, Any]) -> str:
     if not data:
         return ""
     rows = data.get("num_records")
+    heldout, eval_path = data.get("num_heldout") or 0, data.get("eval_path")
+    apart = ""
+    if isinstance(rows, int) and heldout:
+        rows -= heldout
+        apart = f" {heldout:,} rows of {f'`{eval_path}`' if eval_path else 'it'} were held out."
     count = f"{rows:,} rows" if isinstance(rows, int) else "an unknown number of rows"
     name = data.get("path") or "Headsmith's embedded default"
     form = f", form {data['form']}" if data.get("form") else ""
     digest = f", sha256 `{data['sha256']}`" if data.get("sha256") else ""
     number = data.get("num_truncated") or 0
     cut = f" {number:,} samples were longer than `data.max_length`; their ends were not learnt."
-    return f"Data: `{name}`, {count}{form}{digest}.{cut if number else ''}"
+    return f"Data: `{name}`, {count}{form}{digest}.{apart}{cut if number else ''}"

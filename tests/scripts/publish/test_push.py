@@ -70,6 +70,8 @@ PROVENANCE = {
     "data": {
         "path": "/home/ann/My Data/chats.jsonl",
         "num_records": 12345,
+        "num_heldout": 345,
+        "eval_path": "kept.jsonl",
         "num_truncated": 1200,
         "sha256": "f00d" * 16,
         "form": "messages",
@@ -234,8 +236,9 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         "| medusa_chain | 1.800 | 11.2 | 0.56 | 0.49-0.64 | 0.31 |",
         "8 of 8 texts equal",
         "![acceptance](acceptance.png)",
-        f"Data: `chats.jsonl`, 12,345 rows, form messages, sha256 `{'f00d' * 16}`. 1,200 samples "
-        "were longer than `data.max_length`; their ends were not learnt.",
+        f"Data: `chats.jsonl`, 12,000 rows, form messages, sha256 `{'f00d' * 16}`. 345 rows of "
+        "`kept.jsonl` were held out. 1,200 samples were longer than `data.max_length`; their ends "
+        "were not learnt.",
         "| data.max_length | 128 |",
         "| train.max_steps | 77 |",
         "| head.num_heads | 2 |",
@@ -325,6 +328,19 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
     assert "decoding of [me/tiny-chat](https://huggingface.co/me/tiny-chat): " in card
     assert "\nvllm serve me/tiny-chat --spec" in card
     assert " target.path=me/tiny-chat " in card
+
+
+def test_the_target_of_a_gguf_head_is_a_file_on_the_hub(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_head(run_dir / "head", target="models/chat.Q4_1.gguf")
+    with pytest.raises(
+        InputError, match=r"owner/name/chat\.Q4_1\.gguf, the target's file"
+    ):
+        dry(run_dir, tmp_path)
+    dry(run_dir, tmp_path, base_model="me/tiny-chat")
+    warned = "names no GGUF file, but the head was trained for chat.Q4_1.gguf"
+    assert warned in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("base", ["tiny-chat", "models/8B/chat", "/home/ann/tiny-chat", "~/a"])
