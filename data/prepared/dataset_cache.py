@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -64,7 +64,6 @@ NON_CONTENT_SETTINGS = ("num_proc", "prepared_dir")
 """Data settings that change neither the samples nor their packing."""
 
 
-@dataclass(frozen=True)
 class PreparedFolder:
     """Opened prepared data.
 
@@ -86,21 +85,41 @@ class PreparedFolder:
         rows_per_s: speed of the preparation; None if an earlier start had done it.
     """
 
-    folder: Path
-    form: Form
-    sha256: str
-    num_records: int
-    samples: TokenisedSamples
-    record_of_sample: np.ndarray
-    copies: np.ndarray
-    prompts: np.ndarray
-    refused_records: np.ndarray
-    bad_row_messages: list[str]
-    malformed_locations: frozenset[str]
-    unread: dict[str, int]
-    unrendered: dict[str, int]
-    source: DataSource
-    rows_per_s: float | None
+    def __init__(
+        self,
+        folder: Path,
+        source: DataSource,
+        form: Form,
+        sha256: str,
+        rows_per_s: float | None,
+        shards: list[PreparedShard],
+    ) -> None:
+        """Open the files of shards, which are whole; tensors stay on disk until they are read."""
+        self.folder, self.source, self.form = folder, source, form
+        self.sha256, self.rows_per_s = sha256, rows_per_s
+        tensors = [load_file(folder / f"{shard.name}{SAFETENSORS_SUFFIX}") for shard in shards]
+        names = ("lengths", "record", "copies", "prompts")
+        lengths, records, self.copies, self.prompts = (
+            np.concatenate([each[name].numpy() for each in tensors]) for name in names
+        )
+        chunks = [TokenChunk(each["input_ids"], each["loss_mask"]) for each in tensors]
+        highest = max(shard.highest for shard in shards)
+        self.samples = TokenisedSamples(chunks, lengths, highest=highest)
+        starts = list(accumulate((shard.num_records for shard in shards), initial=0))
+        self.num_records = starts[-1]
+        self.record_of_sample = records + np.repeat(
+            starts[:-1], [len(each["record"]) for each in tensors]
+        )
+        rows = [
+            (row, start) for shard, start in zip(shards, starts, strict=False) for row in shard.bad
+        ]
+        self.bad_row_messages = [_format_bad_row(source, row) for row, _ in rows]
+        refused = [row.record + start for row, start in rows if row.record is not None]
+        self.refused_records = np.array(refused, dtype=np.int64)
+        malformed = (row for row, _ in rows if row.record is None)
+        self.malformed_locations = frozenset(source.root + row.place for row in malformed)
+        self.unread = dict(sum((Counter(shard.unread) for shard in shards), Counter()))
+        self.unrendered = dict(sum((Counter(shard.unrendered) for shard in shards), Counter()))
 
     def find_location(self, record: int) -> str:
         """Find the place of a record, e.g. `file:line`, by reading the data again."""
@@ -306,40 +325,7 @@ def _open_prepared(folder: Path, source: DataSource) -> PreparedFolder | None:
         tqdm.write(f"{folder}: damaged files are made again: {names}", file=sys.stderr)
         (folder / INDEX).unlink(missing_ok=True)
         return None
-    # The tensors stay on disk until they are read.
-    tensors = [load_file(folder / f"{shard.name}{SAFETENSORS_SUFFIX}") for shard in shards]
-    starts = list(accumulate((shard.num_records for shard in shards), initial=0))
-    bad = [(bad, start) for shard, start in zip(shards, starts, strict=False) for bad in shard.bad]
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([each[name].numpy() for each in tensors])
-
-    return PreparedFolder(
-        folder=folder,
-        form=form,
-        sha256=sha256,
-        num_records=starts[-1],
-        samples=TokenisedSamples(
-            [TokenChunk(each["input_ids"], each["loss_mask"]) for each in tensors],
-            join("lengths"),
-            highest=max(shard.highest for shard in shards),
-        ),
-        record_of_sample=join("record")
-        + np.repeat(starts[:-1], [len(each["record"]) for each in tensors]),
-        copies=join("copies"),
-        prompts=join("prompts"),
-        refused_records=np.array(
-            [each.record + start for each, start in bad if each.record is not None], dtype=np.int64
-        ),
-        bad_row_messages=[_format_bad_row(source, each) for each, _ in bad],
-        malformed_locations=frozenset(
-            source.root + each.place for each, _ in bad if each.record is None
-        ),
-        unread=dict(sum((Counter(shard.unread) for shard in shards), Counter())),
-        unrendered=dict(sum((Counter(shard.unrendered) for shard in shards), Counter())),
-        source=source,
-        rows_per_s=rows_per_s,
-    )
+    return PreparedFolder(folder, source, form, sha256, rows_per_s, shards)
 
 
 def _format_bad_row(source: DataSource, bad: BadRow) -> str:
