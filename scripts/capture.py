@@ -449,7 +449,7 @@ def capture_shard(
             bar.update(num_tokens)
 
     def write() -> None:
-        tensors = [tokens | copied.wait_for_tensors() for tokens, copied in sequences]
+        tensors = [tokens | wait_for_tensors() for tokens, wait_for_tensors in sequences]
         write_shard(work.folder, shard.name, contents.tensor_specs, tensors)
 
     writers.submit_job(write)

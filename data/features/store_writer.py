@@ -177,25 +177,6 @@ class ShardWriterPool:
             self.raise_job_error()
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """Tensors in host memory.
-
-    Attributes:
-        tensors: tensors by name.
-        ready: event after which the tensors are complete; None if they are complete already.
-    """
-
-    tensors: dict[str, Tensor]
-    ready: torch.cuda.Event | None
-
-    def wait_for_tensors(self) -> dict[str, Tensor]:
-        """Wait for the tensors and return them."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return self.tensors
-
-
 class HostCopier:
     """Copier of tensors to host memory, on a stream beside the computation.
 
@@ -217,10 +198,14 @@ class HostCopier:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._in_flight: deque[torch.cuda.Event] = deque()
 
-    def start_copy(self, tensors: Mapping[str, Tensor]) -> HostCopy:
-        """Start copying tensors of the device to the host. Tensors of a CPU are not copied."""
+    def start_copy(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Start copying tensors of the device to the host. Tensors of a CPU are not copied.
+
+        Returns:
+            Function that waits for the tensors in host memory, and returns them by name.
+        """
         if self._stream is None:
-            return HostCopy(dict(tensors), None)
+            return lambda: dict(tensors)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             host = {name: self._copy_to_host(tensor) for name, tensor in tensors.items()}
@@ -229,7 +214,12 @@ class HostCopier:
         self._in_flight.append(ready)
         if len(self._in_flight) > self._max_in_flight:
             self._in_flight.popleft().synchronize()
-        return HostCopy(host, ready)
+
+        def wait_for_tensors() -> dict[str, Tensor]:
+            ready.synchronize()
+            return host
+
+        return wait_for_tensors
 
     def _copy_to_host(self, tensor: Tensor) -> Tensor:
         # Keeps the allocator from reusing this memory before the copy ends.

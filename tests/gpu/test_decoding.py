@@ -224,7 +224,7 @@ def test_copies_to_the_host_hold_what_was_computed_before_them() -> None:
         states = (ones @ ones @ ones).mul_(0).add_(number)
         taken.append(copies.start_copy({"states": states, "int8": states[1:].to(torch.int8)}))
     for number, copied in enumerate(taken):
-        found = copied.wait_for_tensors()
+        found = copied()
         assert found["states"].is_pinned()
         assert found["states"].eq(number).all()
         assert found["int8"].eq(number).all()

@@ -428,7 +428,7 @@ def test_little_of_what_is_pinned_is_wasted(width: int, expected: float, asked: 
         tensors = {str(n): torch.randn(length, width).bfloat16() for n in range(3)}
         tensors["scale"] = torch.randn(length).half()
         kept.append(tensors)
-        taken.append(copies.start_copy(tensors).wait_for_tensors())
+        taken.append(copies.start_copy(tensors)())
     for found, wanted in zip(taken, kept, strict=True):
         assert all(found[name].equal(wanted[name]) for name in wanted)
         assert all(
@@ -441,5 +441,5 @@ def test_little_of_what_is_pinned_is_wasted(width: int, expected: float, asked: 
 def test_a_tensor_larger_than_was_expected_has_a_block_of_its_own(asked: list[int]) -> None:
     copies = HostCopier(torch.device("cuda"), 1, 10)
     for tensor in (torch.arange(1000), torch.zeros(0, 3), torch.tensor(5)):
-        assert copies.start_copy({"x": tensor}).wait_for_tensors()["x"].equal(tensor)
+        assert copies.start_copy({"x": tensor})()["x"].equal(tensor)
     assert asked == [8192]
