@@ -61,24 +61,19 @@ class BlockObjective(StepObjective):
     def index_batch(self, batch: Batch) -> Batch:
         """Add documents, anchors and the supervision of their blocks to a batch on the CPU."""
         batch = super().index_batch(batch)
-        supervision, documents = batch[SUPERVISION], batch[DOCUMENTS]
-        shape = batch["input_ids"].shape
+        depths, shape = batch[SUPERVISION].depths[1:], batch["input_ids"].shape
         seeds = batch.get(NOISE_SEEDS, (0,) * shape[0])
-        anchors = draw_anchors(
-            supervision.depths[1].output_indices, shape[1], self.config.num_anchors, seeds
-        )
-        step_targets = StepTargets.from_supervision(
-            supervision, [anchors] * (len(supervision.depths) - 1)
-        )
-        bounds = documents.cu_seqlens.long()
+        candidates = depths[0].output_indices
+        anchors = draw_anchors(candidates, shape[1], self.config.num_anchors, seeds)
+        step_targets = StepTargets.from_supervision(batch[SUPERVISION], [anchors] * len(depths))
+        bounds = batch[DOCUMENTS].cu_seqlens.long()
         first = bounds[torch.searchsorted(bounds, step_targets.anchors, right=True) - 1]
         end = step_targets.anchors + 1
-        context_bounds = {
-            CONTEXT_STARTS: SortedIndices(first, first),
-            CONTEXT_ENDS: SortedIndices(end, end),
-        }
         counts = tuple(map(float, step_targets.step_sizes))
-        return {**batch, STEP_TARGETS: step_targets, DIVISORS: counts, **context_bounds}
+        return {
+            **batch, STEP_TARGETS: step_targets, DIVISORS: counts,
+            CONTEXT_STARTS: SortedIndices(first, first), CONTEXT_ENDS: SortedIndices(end, end),
+        }  # fmt: skip
 
     @staticmethod
     def select_supervised_rows(outputs: Tensor, step_targets: StepTargets) -> Tensor:
@@ -109,13 +104,10 @@ def draw_anchors(
         max_anchors: largest number of anchors per sequence.
         seeds: one seed per sequence.
     """
-    anchors = []
-    for number, seed in enumerate(seeds):
-        own = candidates[
-            (candidates >= number * num_tokens) & (candidates < (number + 1) * num_tokens)
-        ]
-        anchors.append(draw_rows(own, max_anchors, seed))
-    return torch.cat(anchors)
+    ends = torch.arange(1, len(seeds)) * num_tokens
+    parts = candidates.tensor_split(torch.searchsorted(candidates, ends))
+    drafts = zip(parts, seeds, strict=True)
+    return torch.cat([draw_rows(part, max_anchors, seed) for part, seed in drafts])
 
 
 def draw_rows(rows: Tensor, max_rows: int, seed: int) -> Tensor:

@@ -198,13 +198,8 @@ def split_segments(
     for part in step_anchors[0].tensor_split(min(num_segments, len(step_anchors[0]))):
         step_tokens = [each[(each >= part[0]) & (each <= part[-1])] for each in step_anchors]
         step_tokens = list(takewhile(len, step_tokens))
-        before = [step_tokens[0], *step_tokens[:-1]]
-        parent_rows = [
-            torch.searchsorted(old, new) for old, new in zip(before, step_tokens, strict=True)
-        ]
-        segments.append(
-            tuple(MaskRows(*each) for each in zip(step_tokens, parent_rows, strict=True))
-        )
+        pairs = zip([step_tokens[0], *step_tokens], step_tokens, strict=False)
+        segments.append(tuple(MaskRows(new, torch.searchsorted(old, new)) for old, new in pairs))
     return tuple(segments)
 
 
