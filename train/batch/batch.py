@@ -125,9 +125,8 @@ class StepTargets:
         """
         depths = supervision.depths[1:]
         if step_anchors is None:
-            step_anchors = [torch.cat([rows.output_indices for rows in depths]).unique()] * len(
-                depths
-            )
+            anchors = torch.cat([rows.output_indices for rows in depths]).unique()
+            step_anchors = [anchors] * len(depths)
         # One unsupervised row keeps every parameter in the graph.
         step_anchors = [
             anchors if len(anchors) else torch.zeros(1, dtype=torch.int64)
@@ -179,11 +178,8 @@ def build_supervision_mask(batch: Batch, depth: int) -> Tensor:
     loss_mask, documents = batch["loss_mask"], batch["document_ids"]
     mask = torch.zeros_like(loss_mask, dtype=torch.bool)
     ahead = 1 + depth
-    if loss_mask.shape[1] > ahead:
-        is_supervised = (documents[:, :-ahead] == documents[:, ahead:]) & (
-            documents[:, ahead:] >= 0
-        )
-        mask[:, :-ahead] = is_supervised & loss_mask[:, ahead:].bool()
+    is_same = (documents[:, :-ahead] == documents[:, ahead:]) & (documents[:, ahead:] >= 0)
+    mask[:, :-ahead] = is_same & loss_mask[:, ahead:].bool()
     return mask
 
 

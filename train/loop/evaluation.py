@@ -112,8 +112,8 @@ def _add_sums(
     """Add this process's part of the held-out sums to `sums` [R, 2 + L, K], by position range."""
     config, accelerator = placement.config, placement.accelerator
     weights = objective.term_weights.to(accelerator.device)
-    indices = list(range(min(len(heldout), config.num_eval_sequences)))
-    indices = indices[accelerator.process_index :: accelerator.num_processes]
+    last = min(len(heldout), config.num_eval_sequences)
+    indices = list(range(accelerator.process_index, last, accelerator.num_processes))
     begins = range(0, len(indices), config.micro_batch_size)
     is_silent = not accelerator.is_main_process
     for begin in tqdm(begins, "held-out losses", leave=None, disable=is_silent, unit="batch"):
