@@ -183,13 +183,11 @@ class Command(Generic[Config]):
         options = {
             word for word in get_args_parser().parse_known_args(argv)[1] if word.startswith("-")
         }
-        for word, following in pairwise([*argv, None]):
-            assert word is not None
+        for word, following in pairwise([*argv, ""]):
             bare = "=" not in word and not word.startswith(("-", "~"))
             if bare or word in options:
-                follows = following is not None and not following.startswith("-")
-                value = following if follows and "=" not in str(following) else None
-                check_typed_form(self.schema, word, value)
+                is_value = bool(following) and following[0] != "-" and "=" not in following
+                check_typed_form(self.schema, word, following if is_value else None)
 
     def _print_help(self, argv: list[str]) -> None:
         """Print all settings, or those that argv names, with the values that argv sets."""
