@@ -148,10 +148,23 @@ def diagnose_differences(
     num_tokens = sum(len(text.served.text) for text in texts)
     if len(others) > tolerance * num_tokens:
         first = others[0]
-        asked = prompts[first.prompt].token_ids
-        again = server.request_answer(asked, max_new_tokens).text
-        drawn = again != texts[first.prompt].served.text
-        return [_format_other_texts(server, others, num_tokens, target, drawn)]
+        facts = (
+            f"{len(others)} of {num_tokens} tokens are not those that {target} chooses, first "
+            f"prompt {first.prompt} at token {first.token}: {first.ours} here, {first.engine} by "
+            f"the server, {first.gap:.2f} nats below"
+        )
+        asked, served = prompts[first.prompt].token_ids, texts[first.prompt].served.text
+        if server.request_answer(asked, max_new_tokens).text != served:
+            why = "asked again, the server answers otherwise: it draws its tokens"
+            return [f"sampling: {facts}; {why}"]
+        if len(others) >= ENOUGH and all(other.avoids for other in others):
+            why = "it avoids only tokens that the text already has: it penalises repetition"
+            return [f"sampling: {facts}; {why}"]
+        listed = f"; it lists the adapters {', '.join(server.adapters)}" if server.adapters else ""
+        return [
+            f"target: {facts}: {server.model} is another model than target.path, or an adapter or "
+            f"a quantisation of it{listed}"
+        ]
     if lines := format_count_differences(texts, server.depth, tolerance):
         number = find_first_difference(texts)
         return [
@@ -161,29 +174,6 @@ def diagnose_differences(
             *lines,
         ]
     return []
-
-
-def _format_other_texts(
-    server: ServingEngine, others: list[DifferingToken], num_tokens: int, target: str, drawn: bool
-) -> str:
-    first = others[0]
-    facts = (
-        f"{len(others)} of {num_tokens} tokens are not those that {target} chooses, first prompt "
-        f"{first.prompt} at token {first.token}: {first.ours} here, {first.engine} by the server, "
-        f"{first.gap:.2f} nats below"
-    )
-    if drawn:
-        return f"sampling: {facts}; asked again, the server answers otherwise: it draws its tokens"
-    if len(others) >= ENOUGH and all(other.avoids for other in others):
-        return (
-            f"sampling: {facts}; it avoids only tokens that the text already has: it penalises "
-            "repetition"
-        )
-    adapters = f"; it lists the adapters {', '.join(server.adapters)}" if server.adapters else ""
-    return (
-        f"target: {facts}: {server.model} is another model than target.path, or an adapter or a "
-        f"quantisation of it{adapters}"
-    )
 
 
 def compare_chat_template(
