@@ -136,7 +136,22 @@ def hf_generate(
     real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
     ids, mask = (torch.tensor(values, device=target.device) for values in (rows, real))
     torch.manual_seed(seed)
-    settings = _build_generation_config(target, max_new_tokens, sampling, pad)
+    never, choice = target.vocab_size, dict[str, Any](do_sample=False)
+    if not sampling.is_greedy:
+        choice = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or 0,
+            "min_p": sampling.min_p,
+        }
+    # `generate` takes what stays None from the target's config.
+    settings = GenerationConfig(
+        **choice,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=never if target.ignores_stops else target.stop_ids or never,
+        pad_token_id=pad,
+    )
     ends = StoppingCriteriaList()
     if target.stop_strings:
         ends.append(StopTexts(target, longest, len(prompts)))
@@ -176,23 +191,3 @@ def hf_generate(
         arrivals = passes.arrivals[: len(steps) + 1]
         generations.append(Generation(text, steps, [], times, drafted, arrivals))
     return generations
-
-
-def _build_generation_config(
-    target: Target, max_new_tokens: int, sampling: Sampling, pad: int
-) -> GenerationConfig:
-    """Build the config of a run; `generate` takes what stays None from the target's config."""
-    drawn = {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or 0,
-        "min_p": sampling.min_p,
-    }
-    never = target.vocab_size
-    return GenerationConfig(
-        **({"do_sample": False} if sampling.is_greedy else drawn),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=never if target.ignores_stops else target.stop_ids or never,
-        pad_token_id=pad,
-    )
