@@ -139,7 +139,7 @@ def diagnose_differences(
         texts: checked texts.
         target: name of the target.
         max_new_tokens: limit of each text.
-        tolerance: share of tokens, and of counts, that may differ.
+        tolerance: share of tokens that may differ, and of the greater of two sums of counts.
 
     Returns:
         Lines that begin with the cause; empty if nothing differs.
@@ -153,8 +153,8 @@ def diagnose_differences(
             f"prompt {first.prompt} at token {first.token}: {first.ours} here, {first.engine} by "
             f"the server, {first.gap:.2f} nats below"
         )
-        asked, served = prompts[first.prompt].token_ids, texts[first.prompt].served.text
-        if server.request_answer(asked, max_new_tokens).text != served:
+        asked, written = prompts[first.prompt].token_ids, texts[first.prompt].served.text
+        if server.request_answer(asked, max_new_tokens).text != written:
             why = "asked again, the server answers otherwise: it draws its tokens"
             return [f"sampling: {facts}; {why}"]
         if len(others) >= ENOUGH and all(other.avoids for other in others):
@@ -165,7 +165,22 @@ def diagnose_differences(
             f"target: {facts}: {server.model} is another model than target.path, or an adapter or "
             f"a quantisation of it{listed}"
         ]
-    if lines := format_count_differences(texts, server.depth, tolerance):
+    replayed, served = (
+        DraftCounts.from_texts([getattr(text, side) for text in texts], server.depth)
+        for side in ("replayed", "served")
+    )
+    counts = {
+        "drafts": (replayed.drafts, served.drafts),
+        "draft tokens": (replayed.proposed, served.proposed),
+    }
+    for depth, pair in enumerate(zip(replayed.accepted, served.accepted, strict=True), start=1):
+        counts[f"accepted at depth {depth}"] = pair
+    lines = [
+        f"{name}: {a} by replay, {b} by the server"
+        for name, (a, b) in counts.items()
+        if abs(a - b) > tolerance * max(a, b)
+    ]
+    if lines:
         number = find_first_difference(texts)
         return [
             "drafts: the texts are the target's, the drafts are not those of head.path: another "
@@ -204,31 +219,6 @@ def compare_chat_template(
             text = f"in {prompt.location} token {place} is {theirs} by the server, {ours} here"
         return f"{_TEMPLATE}: {text}", number + 1
     return None, len(rendered)
-
-
-def format_count_differences(
-    texts: Sequence[CheckedText], depth: int, tolerance: float
-) -> list[str]:
-    """List the counts that differ from the replay, a line each.
-
-    Args:
-        texts: all texts of a server.
-        depth: draft tokens of a pass.
-        tolerance: allowed difference of two sums, as a share of the greater.
-    """
-    served = DraftCounts.from_texts([text.served for text in texts], depth)
-    replayed = DraftCounts.from_texts([text.replayed for text in texts], depth)
-    counts = {
-        "drafts": (replayed.drafts, served.drafts),
-        "draft tokens": (replayed.proposed, served.proposed),
-    }
-    for place, pair in enumerate(zip(replayed.accepted, served.accepted, strict=True), start=1):
-        counts[f"accepted at depth {place}"] = pair
-    return [
-        f"{name}: {a} by replay, {b} by the server"
-        for name, (a, b) in counts.items()
-        if abs(a - b) > tolerance * max(a, b)
-    ]
 
 
 def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
