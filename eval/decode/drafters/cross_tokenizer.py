@@ -96,15 +96,20 @@ class Translation:
         self.translator, self.window = translator, window
         self.done: list[int] = []  # ids of the draft model that later text cannot change
         self.tail: list[int] = []  # target ids of the window
-        self.overlap = (
-            0  # number of first ids in the window's translation that `done` already holds
-        )
+        self.overlap = 0  # first ids in the window's translation that `done` already holds
 
     def append_tokens(self, target_ids: list[int]) -> None:
-        """Append tokens to the text."""
+        """Append tokens; start a later window if most of its translation agrees with this one's."""
         self.tail += target_ids
-        if len(self.tail) > 2 * self.window:
-            self._advance_window()
+        if len(self.tail) <= 2 * self.window:
+            return
+        long = self.translator.to_draft_ids(self.tail)
+        short = self.translator.to_draft_ids(self.tail[-self.window :])
+        same = count_common_prefix(long[::-1], short[::-1])
+        if 2 * same >= len(short):
+            self.done += long[self.overlap : len(long) - same]
+            self.overlap = len(short) - same
+            self.tail = self.tail[-self.window :]
 
     def translate_text(self, root: int) -> tuple[list[int], list[int]]:
         """Translate the text up to `root` to the draft model's ids.
@@ -117,17 +122,6 @@ class Translation:
         if ids[: len(start)] != start:
             ids = start + ids
         return ids or [0], recent
-
-    def _advance_window(self) -> None:
-        """Start a later window, if most of its translation agrees with the earlier one."""
-        long = self.translator.to_draft_ids(self.tail)
-        short = self.translator.to_draft_ids(self.tail[-self.window :])
-        same = count_common_prefix(long[::-1], short[::-1])
-        if 2 * same < len(short):
-            return
-        self.done += long[self.overlap : len(long) - same]
-        self.overlap = len(short) - same
-        self.tail = self.tail[-self.window :]
 
 
 class CrossTokenizerDrafter(Drafter):
