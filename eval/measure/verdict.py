@@ -86,7 +86,25 @@ def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
     """Judge an `acceptance.json` by tau of the chain; name that of the tree where it is larger."""
     verdict, tree = _judge_chain(result), select_tree_figures(dict(result))["tau"]
     more = f" The tree's tau is {tree:.2f}, but {TREES}" if tree > result["tau"] else ""
-    return replace(verdict, sentence=verdict.sentence + more)
+    return _add_reservations(replace(verdict, sentence=verdict.sentence + more), result)
+
+
+def _add_reservations(verdict: Verdict, result: Mapping[str, Any]) -> Verdict:
+    """Add what makes figures too good, or llama.cpp slower than others, to a verdict."""
+    trained = (result.get("data") or {}).get("trained_on") or []
+    known = max(((each["num_trained"] or 0, each["num_dialogues"]) for each in trained), default=())
+    if known and known[0]:
+        outcome = Outcome.unclear if verdict.outcome is Outcome.worth else verdict.outcome
+        more = (
+            " {} of {} dialogues begin with prompts that the head was trained on, so these figures"
+        )
+        verdict = Verdict(outcome, f"{verdict.sentence}{more.format(*known)} are too good.")
+    if str(result.get("target")).endswith(".gguf"):
+        more = (
+            "llama.cpp serves this target; on a CPU no head pays there (docs/serving/llama_cpp.md)."
+        )
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {more}")
+    return verdict
 
 
 def _judge_chain(row: Mapping[str, Any]) -> Verdict:
@@ -129,9 +147,9 @@ def judge_speedup(result: Mapping[str, Any], kinds: Sequence[str]) -> Verdict | 
     if chain is None:
         return Verdict(Outcome.no_chain, f"{NO_CHAIN}: {beside}") if beside else None
     verdict = _judge_method(chain, methods)
-    if tree is None or methods[tree]["speedup"] <= methods[chain]["speedup"]:
-        return verdict
-    return replace(verdict, sentence=f"{verdict.sentence} {beside}")
+    if tree is not None and methods[tree]["speedup"] > methods[chain]["speedup"]:
+        verdict = replace(verdict, sentence=f"{verdict.sentence} {beside}")
+    return _add_reservations(verdict, result)
 
 
 def _judge_method(name: str, methods: Mapping[str, Any]) -> Verdict:

@@ -49,6 +49,27 @@ def serving(*sizes: tuple[int, float | None, Bounds]) -> dict[str, Any]:
     return {"concurrency": {str(size): of(*figures) for size, *figures in sizes}}
 
 
+def test_figures_that_are_too_good_are_no_reason_to_go_on() -> None:
+    known = {"data": {"trained_on": [{"num_trained": 3, "num_dialogues": 10}]}}
+    said = (
+        " 3 of 10 dialogues begin with prompts that the head was trained on, so these figures are "
+    )
+    for result, judge in (
+        (acceptance(10, 2.0, (1.8, 2.2)), judge_acceptance),
+        (speedup(10, eagle_chain=(1.4, (1.3, 1.5))), lambda it: judge_speedup(it, ["eagle"])),
+    ):
+        fresh, found = judge(result), judge(result | known)
+        assert (fresh.outcome, found.outcome) == (Outcome.worth, Outcome.unclear)
+        assert found.sentence == f"{fresh.sentence}{said}too good."
+        few = {"data": {"trained_on": [{"num_trained": None, "num_dialogues": 10}]}}
+        assert judge(result | few) == fresh
+
+
+def test_a_gguf_target_is_judged_by_what_llama_cpp_does() -> None:
+    result = acceptance(10, 2.0, (1.8, 2.2)) | {"target": "chat.Q4_1.gguf"}
+    assert "on a CPU no head pays there" in judge_acceptance(result).sentence
+
+
 COSTS = (
     "1.5, about the plain steps that a step with four drafts costs (8B, H200); eval/speedup.py "
     "compares it with suffixes, which need no training."

@@ -334,9 +334,7 @@ def test_the_target_of_a_gguf_head_is_a_file_on_the_hub(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_head(run_dir / "head", target="models/chat.Q4_1.gguf")
-    with pytest.raises(
-        InputError, match=r"owner/name/chat\.Q4_1\.gguf, the target's file"
-    ):
+    with pytest.raises(InputError, match=r"owner/name/chat\.Q4_1\.gguf, the target's file"):
         dry(run_dir, tmp_path)
     dry(run_dir, tmp_path, base_model="me/tiny-chat")
     warned = "names no GGUF file, but the head was trained for chat.Q4_1.gguf"
