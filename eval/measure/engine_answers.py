@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
-from data.servers.state_files import RelayFiles, StateFiles
+from data.servers.state_files import RelayFiles
 from eval.decode.generation_config import StopRules
 from eval.measure.target_answers import AnswerWithStates, LocalAnswerSource
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -156,21 +157,17 @@ def open_states_pool(
     """
     size = target.num_layers, target.hidden_size
     taps = ServerFeatureLayers(tuple(layers), *size, final_norm, target.name)
-    endpoints = [
-        Endpoint(
+    servers = []
+    for url, relay in zip_longest(config.engine, config.relay):  # a relay for each, or none
+        endpoint = Endpoint(
             url,
             config.adapter_name,
             max_retries=NUM_RETRIES,
             timeout_s=TIMEOUT_S,
             setting="target.engine",
         )
-        for url in config.engine
-    ]
-    files: list[StateFiles | None] = [RelayFiles(url, TIMEOUT_S) for url in config.relay]
-    servers = [
-        HiddenStatesClient(endpoint, taps, NUM_REQUESTS, way)
-        for endpoint, way in zip(endpoints, files or [None] * len(endpoints), strict=True)
-    ]
+        files = None if relay is None else RelayFiles(relay, TIMEOUT_S)
+        servers.append(HiddenStatesClient(endpoint, taps, NUM_REQUESTS, files))
     probe = EngineProbe(target, text)
     with HiddenStatesPool(servers, probe) as pool:
         first, main = probe, PartialState().is_main_process
