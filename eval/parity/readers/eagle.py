@@ -370,13 +370,10 @@ class EagleConfigReader(ConfigReader):
         return frozenset(on)
 
     def _parse_biased_projections(self) -> frozenset[str]:
-        layer, biased = self.layer, set[str]()
-        for key, projections in BIASES.items():
+        for key in BIASES:
             if key not in self._engine.biases or self._is_qwen3:
-                layer.check_allowed(key, False)
-            elif layer.values.get(key):
-                biased |= projections
-        return frozenset(biased)
+                self.layer.check_allowed(key, False)
+        return frozenset().union(*(BIASES[key] for key in BIASES if self.layer.values.get(key)))
 
 
 class ServedEagle(ServedLayers):
