@@ -65,6 +65,8 @@ NUM_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Numbers of draft tokens of the dynamic trees to try."""
 LONGEST = 8
 """Depth of the deepest trees to try, if the head drafts that deep."""
+MOST_OVER_TAU = 1.1
+"""Ratio of speed-up and tau above which the clock is not believed."""
 TreeReplay = StaticTreeReplay | DynamicTreeReplay
 
 
@@ -360,6 +362,11 @@ def judge_tree(result: dict[str, Any], num_dialogues: int) -> str:
     plural = "" if num_dialogues == 1 else "s"
     figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
     figure += f" ({way}, {num_dialogues} other dialogue{plural})"
+    if speedup > MOST_OVER_TAU * found[f"{way}_tau"]:
+        return (
+            "The clock was disturbed, as a step with drafts takes no less than one without: "
+            f"{figure} at tau {found[f'{way}_tau']:.2f}; search again while the machine is idle."
+        )
     if num_dialogues < FEWEST_DIALOGUES:
         return f"Too few prompts to judge this shape: {figure}."
     if speedup <= 1:

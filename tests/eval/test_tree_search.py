@@ -325,6 +325,13 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
         (1.0, 1.5, [[1]], 8, "No shape is better than the default: "),
         (0.9, 1.5, [[0]], 8, "The found shape is no faster than the default, keep that: "),
         (1.2, 1.5, [[0]], 8, "The found shape is faster than the default: "),
+        (
+            1.2,
+            1.8,
+            [[0]],
+            7,
+            "The clock was disturbed, as a step with drafts takes no less than one without: ",
+        ),
     ],
 )
 def test_the_verdict_follows_the_figures(gain, speedup, found, dialogues, sentence) -> None:
@@ -332,9 +339,11 @@ def test_the_verdict_follows_the_figures(gain, speedup, found, dialogues, senten
         "default": {"tree": [[1]]},
         "found": {"tree": found, "measured_speedup": speedup, "simulated_speedup": speedup},
     }
+    rows["found"] |= {"measured_tau": 1.6, "simulated_tau": 1.6}
     result = {**rows, "measured": {}, "measured_gain": gain, "simulated_gain": gain}
     figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
-    said = f"{sentence}{figure} (measured, {dialogues} other dialogues)."
+    advice = " at tau 1.60; search again while the machine is idle" if speedup > 1.6 else ""
+    said = f"{sentence}{figure} (measured, {dialogues} other dialogues){advice}."
     assert tree_search.judge_tree(result, dialogues) == said
     replayed = tree_search.judge_tree(result | {"measured": None}, dialogues)
     assert replayed == said.replace("measured", "simulated")
