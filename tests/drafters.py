@@ -187,7 +187,7 @@ def positions_read() -> Iterator[dict[str, int]]:
         note("eagle", positions)
         return read(fused, ids, positions)
 
-    attentions = [blocks(name)._get_attention(0) for name in ("dflash", "dspark, rnn")]
+    attentions = [blocks(name).layers[0].self_attn for name in ("dflash", "dspark, rnn")]
     attentions.append(peagle().layer.self_attn)
     rotations = [each.compute_rotation for each in attentions]
 

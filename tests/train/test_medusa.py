@@ -12,7 +12,6 @@ from conf.settings.medusa import Labels, MedusaConfig, MedusaRun
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train import medusa
-from train.loop import command
 from train.loss import fused_linear as fused
 from train.loss.fused_linear import LossSums
 from train.medusa import MedusaObjective
@@ -72,16 +71,12 @@ def test_compiled_parts_are_the_loss_and_the_blocks(target, monkeypatch) -> None
     assert used[0] == "blocks" and set(used[1:]) == {"loss"}
 
 
-def test_a_run_starts_from_the_heads_that_are_named(target, tmp_path: Path, monkeypatch) -> None:
+def test_a_run_starts_from_the_heads_that_are_named(target, tmp_path: Path) -> None:
     saved = noisy_head(target, 2)
     saved.save(tmp_path / "whole")
-    built = []
-    monkeypatch.setattr(
-        command, "train_head", lambda _config, build: built.append(build(target, None))
-    )
     for path, num_heads in ((None, 4), (str(tmp_path / "whole"), 2)):
-        medusa.main(MedusaRun(head=MedusaConfig(path=path, num_heads=4)))
-        objective, (line,) = built.pop()
+        config = MedusaRun(head=MedusaConfig(path=path, num_heads=4))
+        objective, (line,) = medusa.main.build_objective(config, target, None)
         size = sum(parameter.numel() for parameter in objective.head.parameters()) / 1e6
         assert line == f"head: {num_heads} Medusa heads, {size:.1f} M parameters"
         assert objective.head.num_heads == num_heads

@@ -220,7 +220,7 @@ def with_part(name: str, broken: Callable[..., Tensor]) -> Rule:
 
 def p_in_full(layout, tokens, probs, uniforms) -> Tensor:
     """`accept_ranked`, but what was rejected stays in p."""
-    return uniforms < accept._look_up_token_probs(layout, tokens, probs)
+    return uniforms < verification._look_up_token_probs(layout, tokens, probs)
 
 
 AT_LEAVES = raw_bonus(at_leaves=True)
@@ -262,7 +262,9 @@ def test_the_check_finds_a_wrong_rule(proposal: str, rule: Rule, sampling: Sampl
 
 def test_the_check_accepts_what_is_replaced_by_the_same() -> None:
     assert keeps_distribution("tree", as_if_sampled, PLAIN)
-    assert keeps_distribution("ranked", with_part("accept_ranked", accept.accept_ranked), PLAIN)
+    assert keeps_distribution(
+        "ranked", with_part("accept_ranked", verification.accept_ranked), PLAIN
+    )
     assert keeps_distribution("ranked", AT_LEAVES, PLAIN)
 
 
