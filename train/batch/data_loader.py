@@ -12,7 +12,7 @@ before it reuses that memory. The host drops a batch before it asks for the next
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Protocol
@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from conf.command.clock import label_part
+from conf.errors import InputError
 from train.batch.batch import Batch, map_tensors
 
+MIN_SKIP_LIMIT = 8
+MIN_TESTED_SEQUENCES = 8
 Load = Callable[[int], list[Batch]]
 Prepare = Callable[[Batch], Batch]
 Started = tuple[Batch, torch.cuda.Event | None]
@@ -189,3 +192,83 @@ def stack_sequences(dataset: Dataset, indices: list[int]) -> dict[str, Tensor]:
 def batch_to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to a device, without waiting for copies from pinned memory."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class SkippedSequences:
+    """Packed training sequences that all further steps skip.
+
+    A diverged head makes every loss non-finite, which is no fault of the sequences. To tell both
+    cases apart, at least eight sequences are run: those of the step and, if too few, single
+    sequences of neighbouring steps. If most are bad, the head is at fault; otherwise the bad
+    sequences of the step are skipped.
+
+    Args:
+        num_sequences: number of training sequences. At most 1% of them, or eight, may be skipped.
+        known: indices of sequences that a checkpoint lists as skipped.
+    """
+
+    def __init__(self, num_sequences: int, known: Iterable[int] = ()) -> None:
+        self.most = max(MIN_SKIP_LIMIT, num_sequences // 100)
+        self.numbers = set(known)
+
+    def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
+        """Skip more sequences, by index, from optimizer step `step` (from 1) on; return a line.
+
+        Raises:
+            InputError: too many sequences are skipped.
+        """
+        new = sorted(numbers)
+        self.numbers |= {*new}
+        if len(self.numbers) > self.most:
+            raise InputError(
+                f"step {step}: the loss of {len(self.numbers)} packed training sequences is not "
+                f"finite; at most {self.most} may be left out. The newest are {new}: look at them, "
+                "or set train.dtype=float32 or a lower train.learning_rate"
+            )
+        return (
+            f"step {step}: the loss of packed training sequences {new} is not finite: they are "
+            f"left out from this step on ({len(self.numbers)} of at most {self.most})"
+        )
+
+    def filter_kept(self, numbers: Iterable[int]) -> list[int]:
+        """Return the sequences that are not skipped, each once."""
+        return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
+
+    def has_diverged(
+        self,
+        bad: list[int],
+        own: list[int],
+        around: Iterable[list[int]],
+        is_bad: Callable[[int], bool],
+    ) -> bool:
+        """Tell whether the head has diverged, rather than single sequences being bad.
+
+        Args:
+            bad: sequences of the step with non-finite losses.
+            own: all sequences of the step.
+            around: sequences of other steps, the likeliest good ones first.
+            is_bad: function that runs the head on a sequence; True if its loss is not finite.
+        """
+        own = self.filter_kept(own)
+        tested = dict.fromkeys(own)
+        for numbers in around:
+            if len(tested) >= MIN_TESTED_SEQUENCES:
+                break
+            tested |= dict.fromkeys(self.filter_kept(numbers))
+        others = list(tested)[len(own) : max(len(own), MIN_TESTED_SEQUENCES)]
+        return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
+
+    def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
+        """Replace skipped sequences of a batch with padding, in a copy.
+
+        Args:
+            batch: [B, T, ...] tensors by name, on the CPU.
+            numbers: indices of the batch's B sequences.
+        """
+        rows = [row for row, number in enumerate(numbers) if number in self.numbers]
+        if not rows:
+            return batch
+        copied = {name: torch.clone(tensor) for name, tensor in batch.items()}
+        for name, tensor in copied.items():
+            tensor[rows] = -1 if name == "document_ids" else 0
+        return copied

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from train.batch.batch import NOISE_SEEDS, Batch
 from train.batch.data_loader import (
     Dataset,
     Prefetcher,
+    SkippedSequences,
     batch_to_device,
     hash_seed,
     split_micro_batches,
@@ -52,8 +53,6 @@ STOPPED = "stopped/head"
 STDERR = 2
 MIN_LONG_MINUTES = 60
 """Minutes from which a run's estimate says what to lower."""
-MIN_SKIP_LIMIT = 8
-MIN_TESTED_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ class TrainingLoop:
                 job.out_dir, job.log, settings, self.print_on_main, is_resumed=goes_on
             )
             self.metrics.drop_later_lines(self.step)
-        self.prefetcher = self._open_round()
+        self._open_round()
 
     def print_on_main(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""
@@ -245,7 +244,7 @@ class TrainingLoop:
                 f"steps {steps}; set out_dir={self.job.out_dir} to one folder that all nodes share"
             )
 
-    def _open_round(self) -> Prefetcher:
+    def _open_round(self) -> None:
         """Start to load from this step on: the data, or the round of answers of the step."""
         objective, rollouts = self.job.objective, self.job.rollouts
         if rollouts is not None:
@@ -258,11 +257,14 @@ class TrainingLoop:
             if written:
                 self._log(written)
                 self.print_on_main(f"step {self.step}: {rollouts.format_round(written)}")
-        last = min(self.round.last, self.config.num_steps)
-        ahead = self.job.num_prefetch_steps
-        return Prefetcher(
-            self._load_micro_batches, objective.prepare_batch, self.device, self.step, last, ahead
-        )
+        self._start_loading(self.step)
+
+    def _start_loading(self, step: int) -> None:
+        """Start to load the rest of the round, from `step` on."""
+        self.prefetcher = Prefetcher(
+            self._load_micro_batches, self.job.objective.prepare_batch, self.device, step,
+            min(self.round.last, self.config.num_steps), self.job.num_prefetch_steps,
+        )  # fmt: skip
 
     def run_steps(self) -> Outcome:
         """Run steps until the end or a stop."""
@@ -283,7 +285,7 @@ class TrainingLoop:
                     return Outcome(False, self.step, self.evaluation)
                 if self.step == self.round.last:
                     self.prefetcher.close()
-                    self.prefetcher = self._open_round()
+                    self._open_round()
                 loss = self.optimizer_step()
                 self.step += 1
                 bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens_per_s():.0f} tokens/s", False)
@@ -302,41 +304,13 @@ class TrainingLoop:
         self._run_evaluation()
         return Outcome(True, self.step, self.evaluation)
 
-    def _save_head(self, place: str) -> None:
-        """Save the head, with averaged weights if they are kept, to a folder below `out_dir`."""
-        with self.placement.open_averaged_weights():
-            if self.rank == 0:
-                job = self.job
-                job.objective.head.save(job.out_dir / place, job.provenance, job.head_documents)
-        processes.wait_for_processes()
-
-    def format_stop(self) -> str:
-        """Format when a run that is asked to stop will do so, and how to end it at once.
-
-        `accelerate launch` of one process ends at Ctrl-C, and leaves the run without a terminal.
-        """
-        at_once = (
-            f"To stop at once, type Ctrl-C after two seconds, or kill -INT {os.getpid()} where "
-            "the prompt is back already"
-        )
-        if self.step == self.config.num_steps:
-            return f"all steps are done: stops after the last evaluation. {at_once}"
-        time_left = format_minutes(self._step_left_s)
-        return (
-            f"stops after this step ({self.step + 1:,} of {self.config.num_steps:,})"
-            f"{time_left and f', in {time_left},'} and saves a checkpoint. {at_once}; that loses "
-            "the steps since the last checkpoint"
-        )
-
     def optimizer_step(self) -> float:
         """Run one optimizer step and return its loss. The host waits for the device once."""
         with self.waiting.measure_wait():
             batches = self.prefetcher.next_step()
         result = self._compute_gradients(batches, self.prefetcher.iter_micro_batches())
-        is_reloaded = False
         while not all(map(math.isfinite, result.losses)):
-            self._skip_non_finite(result.losses, is_reloaded)
-            is_reloaded = True
+            self._skip_non_finite(result.losses)
             batches = self._load_micro_batches(self.step)
             result = self._compute_gradients(batches, map(self._prepare_batch, batches))
         self._check_norm(result.norm)
@@ -369,28 +343,6 @@ class TrainingLoop:
             norm = self.placement.clip_gradients(self.step)
             return self._reduce_figures(sums, norm, num_tokens)
 
-    def _draw_indices(self) -> list[int]:
-        """Draw the sequences of this step, over all processes."""
-        return self.round.draw_global_batch(self.step, self.config.batch_size)
-
-    def _load_micro_batches(self, step: int) -> list[Batch]:
-        """Load the micro batches of this process in a step, on the CPU.
-
-        Each sequence gets a random seed from its index and the step. Draws are therefore the same
-        on any number of processes, and after a restart.
-        """
-        size, objective = self.config.micro_batch_size, self.job.objective
-        batches: list[Batch] = []
-        indices = self.round.draw_global_batch(step, self.config.batch_size)
-        for group in split_micro_batches(indices, self.rank, self.world, size):
-            seeds = tuple(hash_seed(self.job.seed, step, index) for index in group)
-            batch = self.skipped.blank_skipped(stack_sequences(self.round.data, group), group)
-            batches.append(objective.index_training_batch({**batch, NOISE_SEEDS: seeds}))
-        return batches
-
-    def _prepare_batch(self, batch: Batch) -> Batch:
-        return self.job.objective.prepare_batch(batch_to_device(batch, self.device))
-
     def _accumulate_gradients(
         self, prepared: Iterable[Batch], num_micro: int, scale: Tensor
     ) -> Tensor:
@@ -404,14 +356,7 @@ class TrainingLoop:
                     self.placement.backward(sums.total)
             terms.append(sums.terms)
             del batch, sums  # frees their memory for the next batch
-            seconds = watch.seconds()
-            # After the last micro batch, a stop in an evaluation waits for a whole step.
-            self._step_left_s = seconds * (num_micro - len(terms) or num_micro)
-            if self._timed_micro == len(terms) - 1:
-                self._timed_micro = None
-                num_left = num_micro * (self.config.num_steps - self.step)
-                for line in format_estimate(seconds, num_left):
-                    self.print_on_main(line)
+            self._estimate_time(watch.seconds(), len(terms), num_micro)
             watch = Stopwatch()
         return torch.stack(terms)
 
@@ -438,14 +383,61 @@ class TrainingLoop:
             sums=terms.view_as(sums[0]).float(), norm=float(gathered_norm),
         )  # fmt: skip
 
-    def _skip_non_finite(self, losses: list[float], is_reloaded: bool) -> None:
+    def _draw_indices(self) -> list[int]:
+        """Draw the sequences of this step, over all processes."""
+        return self.round.draw_global_batch(self.step, self.config.batch_size)
+
+    def _load_micro_batches(self, step: int) -> list[Batch]:
+        """Load the micro batches of this process in a step, on the CPU.
+
+        Each sequence gets a random seed from its index and the step. Draws are therefore the same
+        on any number of processes, and after a restart.
+        """
+        size, objective = self.config.micro_batch_size, self.job.objective
+        batches: list[Batch] = []
+        indices = self.round.draw_global_batch(step, self.config.batch_size)
+        for group in split_micro_batches(indices, self.rank, self.world, size):
+            seeds = tuple(hash_seed(self.job.seed, step, index) for index in group)
+            batch = self.skipped.blank_skipped(stack_sequences(self.round.data, group), group)
+            batches.append(objective.index_training_batch({**batch, NOISE_SEEDS: seeds}))
+        return batches
+
+    def _prepare_batch(self, batch: Batch) -> Batch:
+        return self.job.objective.prepare_batch(batch_to_device(batch, self.device))
+
+    def _estimate_time(self, seconds: float, num_done: int, num_micro: int) -> None:
+        """Estimate the time of the run, once, and of the step after `num_done` micro batches."""
+        # After the last micro batch, a stop in an evaluation waits for a whole step.
+        self._step_left_s = seconds * (num_micro - num_done or num_micro)
+        if self._timed_micro == num_done - 1:
+            self._timed_micro = None
+            num_left = num_micro * (self.config.num_steps - self.step)
+            for line in format_estimate(seconds, num_left):
+                self.print_on_main(line)
+
+    def format_stop(self) -> str:
+        """Format when a run that is asked to stop will do so, and how to end it at once.
+
+        `accelerate launch` of one process ends at Ctrl-C, and leaves the run without a terminal.
+        """
+        at_once = (
+            f"To stop at once, type Ctrl-C after two seconds, or kill -INT {os.getpid()} where "
+            "the prompt is back already"
+        )
+        if self.step == self.config.num_steps:
+            return f"all steps are done: stops after the last evaluation. {at_once}"
+        time_left = format_minutes(self._step_left_s)
+        return (
+            f"stops after this step ({self.step + 1:,} of {self.config.num_steps:,})"
+            f"{time_left and f', in {time_left},'} and saves a checkpoint. {at_once}; that loses "
+            "the steps since the last checkpoint"
+        )
+
+    def _skip_non_finite(self, losses: list[float]) -> None:
         """Discard the gradients of a step, and skip the sequences with non-finite losses.
 
         Args:
             losses: [processes * M] losses, some not finite.
-            is_reloaded: whether this step's batches were loaded a second time, after sequences had
-                been skipped. The first time they come from the prefetcher, which may have read them
-                before an earlier skip.
 
         Raises:
             InputError: the head is at fault (see `SkippedSequences`), or too many sequences are
@@ -458,8 +450,6 @@ class TrainingLoop:
             self._stop_on("the loss", suspects)
         self.placement.discard_gradients()
         new = self.skipped.filter_kept(suspects)
-        if not new and not is_reloaded:
-            return  # loaded before they were skipped
         faulty = [index for index in new if self._is_loss_non_finite(index)] or new
         around = self.round.iter_other_batches(self.step, self.config.batch_size)
         if not faulty or self.skipped.has_diverged(
@@ -467,6 +457,8 @@ class TrainingLoop:
         ):
             self._stop_on("the loss", faulty or suspects)
         self.print_on_main(self.skipped.skip_sequences(faulty, self.step + 1))
+        self.prefetcher.close()  # later steps are loaded already, with these sequences
+        self._start_loading(self.step + 1)
 
     @torch.no_grad()
     def _is_loss_non_finite(self, index: int) -> bool:
@@ -534,6 +526,14 @@ class TrainingLoop:
             )
         processes.wait_for_processes()
 
+    def _save_head(self, place: str) -> None:
+        """Save the head, with averaged weights if they are kept, to a folder below `out_dir`."""
+        with self.placement.open_averaged_weights():
+            if self.rank == 0:
+                job = self.job
+                job.objective.head.save(job.out_dir / place, job.provenance, job.head_documents)
+        processes.wait_for_processes()
+
     def close(self) -> None:
         """End loading and let the tracker finish."""
         self.prefetcher.close()
@@ -591,83 +591,3 @@ def format_minutes(seconds: float) -> str:
     if minutes < 1.5:
         return ""
     return f"about {minutes:,.0f} minutes" if minutes < 100 else f"about {minutes / 60:,.0f} hours"
-
-
-class SkippedSequences:
-    """Packed training sequences that all further steps skip.
-
-    A diverged head makes every loss non-finite, which is no fault of the sequences. To tell both
-    cases apart, at least eight sequences are run: those of the step and, if too few, single
-    sequences of neighbouring steps. If most are bad, the head is at fault; otherwise the bad
-    sequences of the step are skipped.
-
-    Args:
-        num_sequences: number of training sequences. At most 1% of them, or eight, may be skipped.
-        known: indices of sequences that a checkpoint lists as skipped.
-    """
-
-    def __init__(self, num_sequences: int, known: Iterable[int] = ()) -> None:
-        self.most = max(MIN_SKIP_LIMIT, num_sequences // 100)
-        self.numbers = set(known)
-
-    def skip_sequences(self, numbers: Iterable[int], step: int) -> str:
-        """Skip more sequences, by index, from optimizer step `step` (from 1) on; return a line.
-
-        Raises:
-            InputError: too many sequences are skipped.
-        """
-        new = sorted(numbers)
-        self.numbers |= {*new}
-        if len(self.numbers) > self.most:
-            raise InputError(
-                f"step {step}: the loss of {len(self.numbers)} packed training sequences is not "
-                f"finite; at most {self.most} may be left out. The newest are {new}: look at them, "
-                "or set train.dtype=float32 or a lower train.learning_rate"
-            )
-        return (
-            f"step {step}: the loss of packed training sequences {new} is not finite: they are "
-            f"left out from this step on ({len(self.numbers)} of at most {self.most})"
-        )
-
-    def filter_kept(self, numbers: Iterable[int]) -> list[int]:
-        """Return the sequences that are not skipped, each once."""
-        return [number for number in dict.fromkeys(numbers) if number not in self.numbers]
-
-    def has_diverged(
-        self,
-        bad: list[int],
-        own: list[int],
-        around: Iterable[list[int]],
-        is_bad: Callable[[int], bool],
-    ) -> bool:
-        """Tell whether the head has diverged, rather than single sequences being bad.
-
-        Args:
-            bad: sequences of the step with non-finite losses.
-            own: all sequences of the step.
-            around: sequences of other steps, the likeliest good ones first.
-            is_bad: function that runs the head on a sequence; True if its loss is not finite.
-        """
-        own = self.filter_kept(own)
-        tested = dict.fromkeys(own)
-        for numbers in around:
-            if len(tested) >= MIN_TESTED_SEQUENCES:
-                break
-            tested |= dict.fromkeys(self.filter_kept(numbers))
-        others = list(tested)[len(own) : max(len(own), MIN_TESTED_SEQUENCES)]
-        return 2 * (len(bad) + sum(map(is_bad, others))) > len(own) + len(others)
-
-    def blank_skipped(self, batch: Batch, numbers: list[int]) -> Batch:
-        """Replace skipped sequences of a batch with padding, in a copy.
-
-        Args:
-            batch: [B, T, ...] tensors by name, on the CPU.
-            numbers: indices of the batch's B sequences.
-        """
-        rows = [row for row, number in enumerate(numbers) if number in self.numbers]
-        if not rows:
-            return batch
-        copied = {name: torch.clone(tensor) for name, tensor in batch.items()}
-        for name, tensor in copied.items():
-            tensor[rows] = -1 if name == "document_ids" else 0
-        return copied

@@ -15,7 +15,7 @@ from tests.train.parallel.test_launch import ROOT, TWO, arguments, curve, inputs
 from tests.train.parallel.test_strategies import assert_same_run
 from train.batch import data_loader as schedule
 from train.batch.batch import Batch
-from train.loop.loop import SkippedSequences
+from train.batch.data_loader import SkippedSequences
 from train.loss.fused_linear import LossSums
 
 __all__ = ["inputs"]
