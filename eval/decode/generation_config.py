@@ -212,17 +212,28 @@ def apply_generation_config(
         )
 
 
-def try_generation_config(target: EmbeddingsAndOutputHead) -> str | None:
-    """Apply a target's generation config, or plain answers if drafts cannot be verified with it.
+def try_generation_config(
+    target: EmbeddingsAndOutputHead, *checks: Callable[[Any], object], required: bool = False
+) -> str | None:
+    """Apply a target's generation config, or plain answers if it cannot be followed.
 
-    For commands of which only a figure depends on the config.
+    Args:
+        target: target to change.
+        checks: functions of the target that refuse a config too.
+        required: whether more than a figure depends on the config.
 
     Returns:
         A line about plain answers; None if the config is applied.
+
+    Raises:
+        InputError: a required config cannot be followed.
     """
     try:
-        apply_generation_config(target)
+        for apply in (apply_generation_config, *checks):
+            apply(target)
     except InputError as error:
+        if required:
+            raise
         apply_generation_config(target, plain=True)
         return f"tau is measured on plain greedy answers: {error}"
     return None

@@ -49,7 +49,7 @@ from data.prepared.prepare import DataReport, prepare_datasets
 from data.rows.data_files import find_source, iter_rows
 from data.servers.server_pool import HiddenStatesPool, join_documents, split_documents
 from data.servers.state_files import HiddenStatesError
-from eval.decode.generation_config import apply_generation_config
+from eval.decode.generation_config import try_generation_config
 from eval.measure.data_statement import DataStatement
 from eval.measure.engine_answers import EngineAnswerSource, build_request_settings, open_states_pool
 from eval.measure.target_answers import LocalAnswerSource
@@ -192,9 +192,16 @@ class TrainingSource:
 
 
 def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSource:
-    """Load the target, without its layers if engines run them, and prepare the data."""
+    """Load the target, without its layers if engines run them, and prepare the data.
+
+    Raises:
+        InputError: the target must answer, but its generation config cannot be followed.
+    """
     fill_default_paths(config)
-    target, target_lines = load_training_target(config, accelerator.device)
+    urls, must_answer = config.target.engine, config.rollout.steps is not None
+    target = (RemoteTarget.from_config if urls else load_target)(config.target, accelerator.device)
+    checks = [build_request_settings] if urls else []
+    plain = try_generation_config(target, *checks, required=must_answer)
     train_data, heldout, report = prepare_datasets(
         config.data, target.tokenizer, config.seed, accelerator.is_main_process
     )
@@ -202,7 +209,8 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
         data.check_token_ids(target)
     processes.wait_for_processes()  # other nodes may read slower disks
     prompts = select_heldout_prompts(heldout, config.train.num_replay_prompts)
-    lines = [*target_lines, *report.format_lines()]
+    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
+    lines += [*filter(None, [plain]), *report.format_lines()]
     make_replay = None
     if isinstance(target, Target):
         make_replay = partial(make_heldout_replay, LocalAnswerSource(target), prompts)
@@ -214,7 +222,7 @@ def load_target_source(config: TrainRun, accelerator: Accelerator) -> TrainingSo
     )
     return TrainingSource(
         target, identity, train_data.checksum, train_data, heldout, report, statement, lines,
-        make_replay, config.target if config.target.engine else None, prompts,
+        make_replay, config.target if urls else None, prompts,
     )  # fmt: skip
 
 
@@ -260,29 +268,6 @@ def _has_written_ids(file: Path) -> bool:
         return False
     text = json.dumps(row.value).encode() if row.raw is None else row.raw
     return re.search(rb'"token_ids"\s*:', text) is not None
-
-
-def load_training_target(
-    config: TrainRun, device: torch.device
-) -> tuple[EmbeddingsAndOutputHead, list[str]]:
-    """Load the target, whole or without the layers that engines run, and lines about it.
-
-    Raises:
-        InputError: the target must answer, but its generation config cannot be followed.
-    """
-    urls = config.target.engine
-    target = (RemoteTarget.from_config if urls else load_target)(config.target, device)
-    lines = [f"hidden states: from {', '.join(urls)}"] if urls else []
-    try:
-        apply_generation_config(target)
-        if urls:
-            build_request_settings(target)
-    except InputError as error:
-        if config.rollout.steps is not None:
-            raise
-        apply_generation_config(target, plain=True)
-        lines.append(f"tau is measured on plain greedy answers: {error}")
-    return target, lines
 
 
 def load_store_source(
