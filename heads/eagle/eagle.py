@@ -281,7 +281,7 @@ class EagleHead(AutoregressiveHead):
         copy, beside = copy_to_cpu(self, target, token_ids)
         features = copy.collect_features(TargetOutput(states[-1], dict(enumerate(states))))
         ids = torch.arange(len(token_ids))  # as the copy knows them
-        steps = copy.compute_reference_outputs(features, ids, places, len(ids) - len(places) - 1)
+        steps = copy.compute_text_outputs(features, ids, places, 0, len(ids) - len(places) - 1)
         outputs = torch.stack([copy.apply_final_norm(each) for each in steps])
         if self.lm_head is None:
             rows = copy_output_rows(target, self.dtype)
@@ -289,17 +289,6 @@ class EagleHead(AutoregressiveHead):
         draft_logits = project_in_float32(outputs, self.lm_head.weight.cpu())
         beside["logsumexp"] = draft_logits.logsumexp(-1)
         return ReferenceLogits(self.vocab.spread_logits(draft_logits), beside)
-
-    def compute_reference_outputs(
-        self, features: Tensor, ids: Tensor, position_ids: Tensor, depth: int
-    ) -> list[Tensor]:
-        """Compute outputs [S, H] of each depth; row t reads states 0..t, then its own outputs.
-
-        These are an engine's outputs while every draft token is accepted. Arguments as in
-        `unroll_text`, with D = `depth` further tokens in `ids`.
-        """
-        steps = self.unroll_text(features, ids, position_ids, 0)
-        return [next(steps) for _ in range(depth)]
 
     def build_card_facts(
         self, provenance: dict[str, Any], acceptance: dict[str, Any] | None

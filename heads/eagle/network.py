@@ -12,6 +12,7 @@ heads, d head size, V vocabulary, W draft vocabulary.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -157,31 +158,35 @@ class AutoregressiveHead(FeatureHead):
         """Compute the draft logits [..., W] of outputs [..., H]."""
         return super().compute_logits(self.apply_final_norm(outputs))
 
-    def unroll_text(
-        self, features: Tensor, ids: Tensor, position_ids: Tensor, first: int
-    ) -> Iterator[Tensor]:
-        """Yield outputs [n, H] as `unroll` does, for the tokens of one text from `first` on.
+    def compute_text_outputs(
+        self, features: Tensor, ids: Tensor, position_ids: Tensor, first: int, depth: int
+    ) -> list[Tensor]:
+        """Compute the outputs [n, H] of each depth, for the tokens of one text from `first` on.
+
+        Row t reads states 0..t, then its own outputs. These are an engine's outputs while every
+        draft token is accepted.
 
         Args:
             features: [S, F] hidden states of the target.
             ids: [S + 1] int64 or more, the text and its next token.
             position_ids: [S] int64 positions.
             first: first token to draft from.
+            depth: draft tokens per row.
         """
         size = len(features)
         context = self.encode_context(self.fuse(features), ids[1 : size + 1], position_ids)
         rows = torch.arange(first, size, device=ids.device)
         seen = build_causal_range(Documents.from_length(size, ids.device), rows)
         branches = BranchCache(context.keys[None], context.values[None], seen)
-        return self.unroll(context, ids, rows, branches)
+        return list(islice(self.unroll(context, ids, rows, branches), depth))
 
     def rank_drafts(
         self, features: Tensor, ids: Tensor, first: int, depth: int, width: int
     ) -> Tensor:
         """See `FeatureHead.rank_drafts`."""
         places = torch.arange(len(features), device=ids.device)
-        unrolled = self.unroll_text(features, ids, places, first)
-        return torch.stack([self._rank_token_ids(next(unrolled), width) for _ in range(depth)])
+        outputs = self.compute_text_outputs(features, ids, places, first, depth)
+        return torch.stack([self._rank_token_ids(each, width) for each in outputs])
 
     def _rank_token_ids(self, outputs: Tensor, width: int) -> Tensor:
         """Rank target ids, and return the best [N, width] after outputs [N, H]."""

@@ -12,7 +12,7 @@ texts of a store, S tokens of a text, N rows, n new tokens, D draft tokens, H hi
 first layer, F width of a hidden state, W draft vocabulary, K key-value heads, d head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -57,7 +57,7 @@ NUM_DRAFT_TOKENS = 8
 UNCHECKED_KEYS = ("num_hidden_layers", "speculators_model_type")
 """Keys of `REQUIRED_VALUES` that may have other values in P-EAGLE heads."""
 TOKENS_PER_CHUNK = 256
-"""Number of tokens that draft at once in `iter_outputs`, with all rows in memory."""
+"""Number of tokens that draft at once in `compute_text_outputs`, with all rows in memory."""
 VLLM_LAYOUT = replace(LAYOUTS[ExportFormat.vllm][EagleForm.eagle3], layer_prefix="layers.0.")
 SPECULATORS_LAYOUT = replace(
     LAYOUTS[ExportFormat.speculators][EagleForm.eagle3],
@@ -278,45 +278,26 @@ class PEagleHead(EagleHead):
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
 
-    def iter_outputs(
+    def compute_text_outputs(
         self, features: Tensor, ids: Tensor, position_ids: Tensor, first: int, depth: int
-    ) -> Iterator[list[Tensor]]:
-        """Yield the outputs [n, H] of each of `depth` depths, for some tokens of a text at a time.
+    ) -> list[Tensor]:
+        """See `AutoregressiveHead.compute_text_outputs`. Depth d of row t is the d-th row after t.
 
-        Other arguments as in `unroll_text`.
+        That row sees the text up to t.
         """
         places, stored = torch.arange(len(features), device=ids.device), list[KeysValues]()
         whole, end = Documents.from_length(len(features), ids.device), self.max_positions - 1
         seen, fused = build_causal_range(whole, places), self.fuse(features)
         text = self.build_context_rows(fused, ids[1 : len(features) + 1], position_ids, seen)
         (outputs,) = self.run_layers(text, [], make_list_store(stored))
+        parts = []
         for rows in places[first:].split(TOKENS_PER_CHUNK):
             steps = torch.arange(1, depth, device=ids.device).unsqueeze(1)
             positions = (position_ids[rows] + steps).flatten().clamp_max(end)
             masks = self.build_mask_rows(positions, [build_causal_range(whole, rows)] * (depth - 1))
             mask_outputs = self.run_layers(None, masks, make_list_store(stored)) if masks else []
-            yield [outputs[rows], *mask_outputs]
-
-    def rank_drafts(
-        self, features: Tensor, ids: Tensor, first: int, depth: int, width: int
-    ) -> Tensor:
-        """See `FeatureHead.rank_drafts`."""
-        places = torch.arange(len(features), device=ids.device)
-        parts = [
-            torch.stack([self._rank_token_ids(each, width) for each in outputs])
-            for outputs in self.iter_outputs(features, ids, places, first, depth)
-        ]
-        return torch.cat(parts, 1)
-
-    def compute_reference_outputs(
-        self, features: Tensor, ids: Tensor, position_ids: Tensor, depth: int
-    ) -> list[Tensor]:
-        """Compute outputs whose row t at depth j is the j-th row after token t.
-
-        That row sees the text up to t. Arguments as in `EagleHead.compute_reference_outputs`.
-        """
-        parts = zip(*self.iter_outputs(features, ids, position_ids, 0, depth), strict=True)
-        return [torch.cat(each) for each in parts]
+            parts.append([outputs[rows], *mask_outputs])
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
