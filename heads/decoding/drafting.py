@@ -384,47 +384,6 @@ class Frontier(NamedTuple):
     tokens: Tensor
 
 
-def expand_tree(
-    shape: DynamicShape,
-    vocab: DraftVocab,
-    root_logits: Tensor,
-    compute_logits: Callable[[Frontier], Tensor],
-    room: Tensor,
-) -> ExpandedTree:
-    """Expand trees below roots.
-
-    Args:
-        shape: limits of the trees.
-        vocab: draft vocabulary of the logits.
-        root_logits: [B, W] logits of the roots' children.
-        compute_logits: function from a frontier to logits [B * w, W] of the children of its nodes.
-        room: [B, 1] int64 levels that can be drafted.
-    """
-    num_texts, device = len(root_logits), root_logits.device
-    width = min(shape.top_k, root_logits.shape[1])
-    texts = torch.arange(num_texts, device=device).unsqueeze(1)
-    scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
-    nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
-    expanded: list[ExpandedTree] = []
-    logits, num_nodes = root_logits, 1
-    for level in range(shape.depth):
-        best = logits.float().log_softmax(-1).topk(width)
-        tokens = vocab.to_target_ids(best.indices).view(num_texts, -1)
-        all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
-        beyond, parents = level >= room, nodes.repeat_interleave(width, 1)
-        known_scores = all_scores.masked_fill(beyond, -torch.inf)
-        expanded.append(ExpandedTree(tokens.masked_fill(beyond, PAD), known_scores, parents))
-        if level + 1 == shape.depth:
-            break
-        num_rows = nodes.shape[1]
-        scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
-        rows = (texts * num_rows + chosen // width).flatten()
-        logits = compute_logits(Frontier(level + 1, rows, tokens.gather(1, chosen).flatten()))
-        nodes = num_nodes + chosen
-        num_nodes += all_scores.shape[1]
-    return ExpandedTree(*(torch.cat(column, 1) for column in zip(*expanded, strict=True)))
-
-
 def rerank_nodes(expanded: ExpandedTree, shape: DynamicShape) -> Draft:
     """Keep the likeliest nodes, at most `num_tokens`, as trees."""
     tokens, scores, parents = expanded
@@ -523,7 +482,29 @@ class FeatureDrafter(HeadDrafter):
     def expand_trees(self, roots: Roots) -> ExpandedTree:
         """Expand trees below the roots, level by level."""
         logits, compute_next_logits = self.start_draft(roots)
-        return expand_tree(self.shape, self.head.vocab, logits, compute_next_logits, self._room)
+        shape, room, (num_texts, device) = self.shape, self._room, (len(logits), logits.device)
+        width = min(shape.top_k, logits.shape[1])
+        texts = torch.arange(num_texts, device=device).unsqueeze(1)
+        scores = torch.zeros(num_texts, 1, device=device)  # of the nodes to expand now
+        nodes = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)  # their numbers
+        expanded: list[ExpandedTree] = []
+        num_nodes = 1
+        for level in range(shape.depth):
+            best = logits.float().log_softmax(-1).topk(width)
+            tokens = self.head.vocab.to_target_ids(best.indices).view(num_texts, -1)
+            all_scores = (scores.unsqueeze(2) + best.values.view(num_texts, -1, width)).flatten(1)
+            beyond, parents = level >= room, nodes.repeat_interleave(width, 1)
+            known_scores = all_scores.masked_fill(beyond, -torch.inf)
+            expanded.append(ExpandedTree(tokens.masked_fill(beyond, PAD), known_scores, parents))
+            if level + 1 == shape.depth:
+                break
+            num_rows = nodes.shape[1]
+            scores, chosen = all_scores.topk(min(shape.top_k, all_scores.shape[1]))
+            rows = (texts * num_rows + chosen // width).flatten()
+            frontier = Frontier(level + 1, rows, tokens.gather(1, chosen).flatten())
+            logits, nodes = compute_next_logits(frontier), num_nodes + chosen
+            num_nodes += all_scores.shape[1]
+        return ExpandedTree(*(torch.cat(column, 1) for column in zip(*expanded, strict=True)))
 
     def propose(self, roots: Roots) -> Draft:
         """Draft chains, or trees of at most `num_tokens` nodes."""
