@@ -146,7 +146,14 @@ class TrainingCommand:
         has_vocab_setting = hasattr(settings, "draft_vocab_size")
         head: Any
         if settings.path is not None:
-            head = self._load_saved_head(settings).attach(target)
+            layers = getattr(settings, "layers", None)
+            head = load_head(settings.path, settings.revision, layers)
+            if type(head) is not self.head:
+                raise InputError(
+                    f"head.path={settings.path}: {head.name_with_article}, but this command trains "
+                    f"{self.head.name_with_article}; use train/{find_kind_name(head)}.py"
+                )
+            head.attach(target)
             if not (has_vocab_setting or head.vocab.is_full):
                 raise InputError(
                     f"head.path={settings.path}: drafts {len(head.vocab.ids)} of {head.vocab.size} "
@@ -172,35 +179,22 @@ class TrainingCommand:
         full = head.vocab.is_full
         return head, [] if full else format_coverage(counts(), head.vocab.to("cpu"), always)
 
-    def _load_saved_head(self, settings: Any) -> DraftHead:
-        layers = getattr(settings, "layers", None)
-        head = load_head(settings.path, settings.revision, layers)
-        if type(head) is not self.head:
-            raise InputError(
-                f"head.path={settings.path}: {head.name_with_article}, but this command trains "
-                f"{self.head.name_with_article}; use train/{find_kind_name(head)}.py"
-            )
-        return head
-
     def _train_locked(
         self, config: TrainRun, store: FeatureStore | None, accelerator: Accelerator
     ) -> None:
         """Train in a launch that holds `out_dir`."""
-        out_dir = Path(config.out_dir)
-        check_compile("train.compile", config.train.compile, accelerator.device.type)
+        device, world = accelerator.device, accelerator.num_processes
+        check_compile("train.compile", config.train.compile, device.type)
         source = (
             load_target_source(config, accelerator)
             if store is None
-            else load_store_source(config, store, accelerator.device)
+            else load_store_source(config, store, device)
         )
-        length = len(source.train[0]["input_ids"])
-        size, world = len(source.train), accelerator.num_processes
+        size, length = len(source.train), len(source.train[0]["input_ids"])
         config.train = resolve_length(config.train, size, length, world)
-        num_read = min(size, config.train.num_steps * config.train.batch_size)
-        num_tokens = source.report.estimate_num_tokens(num_read)
-        head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
         objective, lines = self.build_objective(config, source.target, source.train)
         lines += format_vocab_check(source, objective)
+        head: Any = config.head  # type: ignore[attr-defined]  # settings of the kind
         if head.path is not None:
             other = format_target_change("head.path", head.path, head.revision, source.identity)
             lines += [] if other is None else [other]
@@ -210,73 +204,76 @@ class TrainingCommand:
                     earlier.to_json(), source.statement.to_json(), was, is_now
                 )
                 source = replace(source, statement=source.statement.add_prompts(earlier))
-        deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED
         config.train, optimizer = resolve_optimizer(
-            config.train, objective, deepspeed, trained=head.path is not None
+            config.train,
+            objective,
+            deepspeed=accelerator.distributed_type is DistributedType.DEEPSPEED,
+            trained=head.path is not None,
         )
-        compiled = needs_compile(config.train, length, objective, accelerator)
-        if compiled and (lacking := find_missing_toolchain(accelerator.device.type)):
-            lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
-            compiled = False
-        if compiled:
-            objective.compile_parts()
+        if needs_compile(config.train, length, objective, accelerator):
+            if lacking := find_missing_toolchain(device.type):
+                lines.append(f"not compiled, which is slower: torch.compile needs {lacking}")
+            else:
+                objective.compile_parts()
         if store is not None:
             check_feature_layers(store, objective.head.taps)
-        told = [
-            *(
-                ["answers: the target writes them while it trains (rollout.steps)"]
-                if config.rollout.steps is not None
-                else format_authorship(source.report.path, source.identity)
-            ),
-            *format_data_need(num_tokens),
-        ]
+        num_read = min(size, config.train.num_steps * config.train.batch_size)
+        num_tokens = source.report.estimate_num_tokens(num_read)
+        about_data = format_data_need(num_tokens)
+        if config.rollout.steps is None:
+            about_data = format_authorship(source.report.path, source.identity) + about_data
+        else:
+            about_data.insert(0, "answers: the target writes them while it trains (rollout.steps)")
         run_length = f"training: {format_run_length(config.train, size, length)}"
         if accelerator.is_main_process:
-            threads = f"{torch.get_num_threads()} thread(s) each"
-            where = f"{accelerator.num_processes} process(es), {accelerator.device.type}, {threads}"
-            where += ", compiled on first use" if compiled else ""
             plan = [
-                run_length, f"devices: {where}; the head goes to {config.out_dir}",
-                f"target: {source.target.name}", *source.lines, *told,
-                *kernel_notice(accelerator.device), *lines,
+                run_length,
+                f"devices: {world} process(es), {device.type}, {torch.get_num_threads()} thread(s) "
+                f"each{', compiled on first use' if objective.compiled else ''}; the head goes to "
+                f"{config.out_dir}",
+                f"target: {source.target.name}", *source.lines, *about_data,
+                *kernel_notice(device), *lines,
                 *list_serving_warnings(objective.head, source.target), optimizer,
             ]  # fmt: skip
             print("\n".join(plan))  # noqa: T201
         parts = estimate_and_check_memory(accelerator, objective, config.train, length)
-        with source.open_states(objective.head.taps) as opened_source:
-            rollouts = make_rollouts(config, opened_source)
+        with source.open_states(objective.head.taps) as source:
+            rollouts = make_rollouts(config, source)
             answers = {} if rollouts is None else {"answers": rollouts.generation_settings}
+            provenance = collect_provenance(config, source.target.name, source.report) | {
+                "trained_on": source.statement.to_json(),
+                "target_identity": to_json(source.identity),
+                "about_head": [run_length, *about_data, *lines, *source.server_lines],
+            }
             job = TrainingJob(
                 config=config.train,
                 log=config.log,
                 seed=config.seed,
-                out_dir=out_dir,
+                out_dir=Path(config.out_dir),
                 objective=objective,
-                train=opened_source.train,
-                heldout=opened_source.heldout,
-                provenance=collect_provenance(config, source.target.name, source.report)
-                | {
-                    "trained_on": source.statement.to_json(),
-                    "target_identity": to_json(source.identity),
-                    "about_head": [run_length, *told, *lines, *opened_source.server_lines],
-                },
+                train=source.train,
+                heldout=source.heldout,
+                provenance=provenance,
                 head_documents=source.statement.build_documents(),
                 fingerprint=make_fingerprint(
                     target=source.identity, data={"checksum": source.checksum}, **answers
                 ),
                 has_trained_head=head.path is not None,
                 rollouts=rollouts,
-                evaluate=self.build_evaluation(config, opened_source, objective),
+                evaluate=self.build_evaluation(config, source, objective),
                 num_prefetch_steps=count_prefetch_steps(
-                    getattr(opened_source.train, "pool", None),
-                    config.train.batch_size * length // world,
+                    getattr(source.train, "pool", None), config.train.batch_size * length // world
                 ),
             )
             outcome = loop.fit_head(accelerator, job)
         if accelerator.is_main_process:
-            if parts and accelerator.device.type == "cuda":
-                print(memory.format_measured_memory(parts, accelerator.device))  # noqa: T201
-            print_end(outcome, out_dir, config.data.eval_path)
+            if parts and device.type == "cuda":
+                measured = torch.cuda.max_memory_allocated(device) / 1e9
+                print(  # noqa: T201
+                    f"memory: {sum(parts.values()) / 1e9:.1f} GB estimated, {measured:.1f} GB "
+                    "measured at most"
+                )
+            print_end(outcome, Path(config.out_dir), config.data.eval_path)
             if outcome.finished:
                 print(f"verdict: {format_verdict(outcome.evaluation, num_tokens)}")  # noqa: T201
                 run_record.print_next_command(

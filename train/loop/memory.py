@@ -202,15 +202,6 @@ def format_memory(parts: BytesByPart, total: int | None) -> str:
     )
 
 
-def format_measured_memory(parts: BytesByPart, device: torch.device) -> str:
-    """Format the estimate and the measured peak of a CUDA device as a line."""
-    measured = torch.cuda.max_memory_allocated(device)
-    return (
-        f"memory: {sum(parts.values()) / 1e9:.1f} GB estimated, {measured / 1e9:.1f} GB measured "
-        "at most"
-    )
-
-
 def estimate_loss_bytes(setting: LaunchSpec, saved: SavedRows, width: int, hidden: int) -> int:
     """Estimate the bytes of a chunk: its logits, and pieces or factors of the backward product.
 
