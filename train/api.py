@@ -37,7 +37,6 @@ from heads.target_model.model import Target, TargetOutput
 from heads.vocab import DraftVocab
 from train.batch.batch import NOISE_SEEDS, Batch
 from train.batch.data_loader import batch_to_device, hash_seed
-from train.loop.command import TrainingCommand
 from train.loop.evaluation import compute_metrics
 from train.objective import Objective
 
@@ -208,7 +207,13 @@ def training_objective(
     """
     training: Any
     if isinstance(head, str):
-        training, recipe = _find_recipe(head)
+        known: dict[str, Any] = {}
+        for kind in kinds.HEADS:  # a kind without recipes is its own
+            main = import_module(f"train.{kind}").main
+            known |= dict.fromkeys(main.command.recipes or (kind,), main)
+        if head not in known:
+            raise InputError(f"head={head}: no such recipe; allowed: {', '.join(known)}")
+        training, recipe = known[head], head
     else:
         training, recipe = import_module(f"train.{kinds.find_kind_name(head)}").main, head.variant
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
@@ -316,21 +321,6 @@ def _encode_prompt(target: Target, prompt: str | Messages | list[int]) -> list[i
     if prompt and isinstance(prompt[0], dict):
         return RecordEncoder(target.tokenizer).encode_prompt([*prompt])
     return [*prompt]
-
-
-def _find_recipe(name: str) -> tuple[TrainingCommand, str]:
-    """Find the training command that knows a recipe; a kind without recipes is its own.
-
-    Raises:
-        InputError: no command knows the recipe.
-    """
-    known: dict[str, TrainingCommand] = {}
-    for kind in kinds.HEADS:
-        training: Any = import_module(f"train.{kind}").main
-        known |= dict.fromkeys(training.command.recipes or (kind,), training)
-    if name not in known:
-        raise InputError(f"head={name}: no such recipe; allowed: {', '.join(known)}")
-    return known[name], name
 
 
 def _check_step(

@@ -22,7 +22,6 @@ from train.loss.divergences import (
     LossGrad,
     Softmax,
     compute_divergence,
-    is_top1_match,
     text_cross_entropy,
     top_k_cross_entropy,
 )
@@ -150,7 +149,8 @@ class StepCriterion:
         config = self.config
         labels, chunk = chunk if config.text_weight else (None, chunk)
         top1_ids = chunk.top1_ids[chunk_rows]
-        top1 = is_top1_match(self.vocab, student, top1_ids)
+        best = student.top1_columns
+        top1 = (best if self.vocab.is_full else self.vocab.to_target_ids(best)) == top1_ids
         pair = chunk.pair_with(chunk_rows, student)
         alpha = torch.minimum(pair.p, pair.q).sum(-1)
         terms: list[LossGrad] = []

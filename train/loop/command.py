@@ -385,7 +385,9 @@ def estimate_and_check_memory(
     """
     setting = LaunchSpec.from_config(config, length, get_strategy_name(accelerator), accelerator)
     parts = memory.estimate_memory(objective, setting)
-    total = memory.get_available_bytes(accelerator.device)
+    total, device = None, accelerator.device
+    if device.type == "cuda":  # what this process has or can get
+        total = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if parts is not None:
         if accelerator.is_main_process:
             print(memory.format_memory(parts, total))  # noqa: T201
@@ -444,21 +446,19 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
     else:
         head = out_dir / loop.STOPPED
         export = {"head.path": head, "format": "ENGINE", "out_dir": f"{out_dir}-stopped"}
+        words = [word for word in sys.argv if not word.startswith("train.resume=")]
+        launcher, options = ["python"], ""
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            launcher, options = (
+                ["accelerate", "launch"],
+                " (with your options of accelerate launch)",
+            )
         print(  # noqa: T201
             f"stopped at step {outcome.step}; continue with train.resume=auto\n"
             f"the head so far lies in {head}; to export it (your engine in place of ENGINE):\n"
             f"  {run_record.format_command('scripts/export.py', export)}\n\n"
-            f"next, train on{format_resuming_command()}"
+            f"next, train on{options}:\n  {shlex.join([*launcher, *words, 'train.resume=auto'])}"
         )
-
-
-def format_resuming_command() -> str:
-    """Format the command line of this process as one that goes on, for the end of a sentence."""
-    words = [word for word in sys.argv if not word.startswith("train.resume=")]
-    launcher, options = ["python"], ""
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        launcher, options = ["accelerate", "launch"], " (with your options of accelerate launch)"
-    return f"{options}:\n  {shlex.join([*launcher, *words, 'train.resume=auto'])}"
 
 
 def format_vocab_check(source: TrainingSource, objective: Objective) -> list[str]:

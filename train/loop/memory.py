@@ -186,13 +186,6 @@ def check_memory_fits(parts: BytesByPart, total: int) -> None:
         raise InputError(f"{format_memory(parts, total)}: does not fit; {REMEDIES}")
 
 
-def get_available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process has or can get on a CUDA device; None on others."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
 def format_memory(parts: BytesByPart, total: int | None) -> str:
     """Format an estimate in GB, by part, with its sum and the device's memory if known."""
     named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from conf.settings.eagle import Divergence
-from heads.vocab import DraftVocab
 
 GROUP = 128
 """Columns of logits whose maximum is looked at first."""
@@ -78,10 +77,6 @@ class DistributionPair(NamedTuple):
     def q(self) -> Tensor:
         """Return q [N, W], see `Softmax`."""
         return self.student.q
-
-    def log_p(self) -> Tensor:
-        """Compute log p [N, W], finite even where p underflows."""
-        return finite_log(self.p)
 
     def p_log_q(self) -> Tensor:
         """Sum p log q by row: [N]."""
@@ -154,7 +149,7 @@ def kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 
 def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """Compute KL(q || p)."""
-    ratio = pair.student.log_q().sub_(pair.log_p())
+    ratio = pair.student.log_q().sub_(finite_log(pair.p))
     loss = dot_rows(pair.q, ratio) + pair.mass.log()
     shift = (pair.mass.log() - loss).unsqueeze(1)
     return LossGrad(loss, ratio.add_(shift).mul_(pair.q) if needs_grad else None)
@@ -162,7 +157,7 @@ def reverse_kl(pair: DistributionPair, needs_grad: bool) -> LossGrad:
 
 def js(pair: DistributionPair, needs_grad: bool) -> LossGrad:
     """Compute the Jensen-Shannon divergence: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
-    log_p = pair.log_p().sub_(pair.mass.log().unsqueeze(1))
+    log_p = finite_log(pair.p).sub_(pair.mass.log().unsqueeze(1))
     log_q = pair.student.log_q()
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
     from_p = dot_rows(pair.p, log_p.sub_(log_m)) / pair.mass
@@ -237,13 +232,6 @@ def text_cross_entropy(student: Softmax, columns: Tensor, needs_grad: bool) -> L
     minus_one = student.q.new_full(column.shape, -1.0)
     grad = student.q.scatter_add_(1, column, minus_one) if needs_grad else None
     return LossGrad(loss, grad).mask_rows(columns >= 0)
-
-
-def is_top1_match(vocab: DraftVocab, student: Softmax, best: Tensor) -> Tensor:
-    """Tell for each row, [r] bool, whether the student's likeliest token is the id `best` [r]."""
-    return (
-        student.top1_columns if vocab.is_full else vocab.to_target_ids(student.top1_columns)
-    ) == best
 
 
 def fast_argmax(logits: Tensor) -> Tensor:
