@@ -81,11 +81,12 @@ def check_target_files(config: TargetConfig) -> None:
 def _is_head(config: dict[str, Any], folder: Path | None) -> bool:
     """Tell whether a config, with its folder if that is local, is that of a draft head."""
     named = any(map(HEAD_NAMES.search, config.get("architectures") or ()))
-    if named or HEAD_KEYS & config.keys() or folder is None:
-        return named or bool(HEAD_KEYS & config.keys())
-    if (folder / PROVENANCE).is_file():
+    if named or HEAD_KEYS & config.keys():
         return True
-    return config.get("num_hidden_layers") == 1 and bool(FUSING & _list_all_tensor_names(folder))
+    return folder is not None and (
+        (folder / PROVENANCE).is_file()
+        or (config.get("num_hidden_layers") == 1 and bool(FUSING & _list_all_tensor_names(folder)))
+    )
 
 
 def _is_whole_model(config: dict[str, Any], folder: Path) -> bool:
@@ -401,12 +402,21 @@ def has_architecture(folder: Path, architectures: Sequence[str], model_type: str
         architectures: an engine's names of the kind.
         model_type: speculators' name of the kind.
     """
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except ValueError:
-        return False  # a later reader reports the damage
+    settings = load_model_config(folder)
     named = set(settings.get("architectures", ())) & set(architectures)
     return settings.get("speculators_model_type") == model_type or bool(named)
+
+
+def load_model_config(folder: Path) -> dict[str, Any]:
+    """Load the `config.json` of a folder; empty if the file is no JSON object.
+
+    A later reader reports the damage.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def load_tensors(file: Path) -> "dict[str, Tensor]":

@@ -58,6 +58,7 @@ from heads.folders import (
     find_head_gguf,
     find_weight_files,
     list_tensor_names,
+    load_model_config,
     locate_head,
 )
 from heads.mtp.checkpoint import (
@@ -65,7 +66,6 @@ from heads.mtp.checkpoint import (
     count_decoder_layers,
     find_family,
     find_mtp_tensors,
-    load_model_config,
 )
 from heads.mtp.families import FAMILIES
 from heads.mtp.mtp import MtpHead

@@ -132,9 +132,9 @@ class Medusa2Objective(Objective):
         self.vocab = DraftVocab.make_full(target.vocab_size).to(target.device)
 
     def _collect_resume_settings(self, config: Medusa2Run) -> dict[str, Any]:
-        settings = collect_resume_settings("head", config.head)
-        settings |= collect_resume_settings("adapter", config.adapter)
-        settings |= collect_resume_settings("joint", config.joint)
+        settings: dict[str, Any] = {}
+        for section in ("head", "adapter", "joint"):
+            settings |= collect_resume_settings(section, getattr(config, section))
         if self.joint.heads_schedule is HeadsSchedule.sine:
             settings["joint steps"] = self.num_steps - self.first_step
         if config.adapter.dropout:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from conf.errors import InputError
-from heads.folders import find_weight_files
+from heads.folders import find_weight_files, load_model_config
 from heads.mtp.families import FAMILIES, UNSUPPORTED_REASONS, MtpFamily
 from heads.target_model.weight_files import load_tensor_table
 
@@ -170,12 +170,3 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for kind, part in zip(JOINED_EXPERTS[last], parts, strict=True):
                 single[f"{experts}.{number}.{kind}_proj.weight"] = part.contiguous()
     return single
-
-
-def load_model_config(folder: Path) -> dict[str, Any]:
-    """Load the `config.json` of a folder; empty if the file is no JSON object."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError:
-        return {}
-    return config if isinstance(config, dict) else {}

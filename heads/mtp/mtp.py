@@ -35,6 +35,7 @@ from heads.draft_head import (
 )
 from heads.eagle.network import AutoregressiveHead, EagleDrafter
 from heads.feature_head import ConfigVariants, flip_setting
+from heads.folders import load_model_config
 from heads.layers.branch_attention import BranchCache, branch_attention
 from heads.mtp import checkpoint
 from heads.mtp.families import FAMILIES, KNOWN, OTHER, MtpFamily
@@ -252,7 +253,7 @@ class MtpHead(AutoregressiveHead):
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:
         """Load a head's folder, or the layer in the files of a whole model that has one."""
-        settings = checkpoint.load_model_config(folder)
+        settings = load_model_config(folder)
         is_own_folder = settings.get("architectures") == [cls.__name__]
         if settings.get("architectures") and (
             reason := checkpoint.find_unsupported_reason(settings)

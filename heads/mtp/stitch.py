@@ -26,12 +26,11 @@ from torch import Tensor
 
 from conf.errors import InputError
 from heads.draft_head import format_size_mismatch
-from heads.folders import find_weight_files, write_folder
+from heads.folders import find_weight_files, load_model_config, write_folder
 from heads.mtp.checkpoint import (
     count_decoder_layers,
     find_family,
     find_mtp_tensors,
-    load_model_config,
     split_experts,
 )
 from heads.mtp.families import FAMILIES, KNOWN, MtpFamily

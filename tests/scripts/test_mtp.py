@@ -16,9 +16,9 @@ from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import MergeAdapterRun, MtpAction, MtpFilesRun
 from conf.settings.target import TargetConfig
+from heads.folders import load_model_config
 from heads.kinds import load_head
 from heads.mtp import stitch
-from heads.mtp.checkpoint import load_model_config
 from heads.mtp.mtp import MtpHead
 from scripts import merge_adapter, mtp
 

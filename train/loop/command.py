@@ -449,10 +449,8 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
         words = [word for word in sys.argv if not word.startswith("train.resume=")]
         launcher, options = ["python"], ""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            launcher, options = (
-                ["accelerate", "launch"],
-                " (with your options of accelerate launch)",
-            )
+            launcher = ["accelerate", "launch"]
+            options = " (with your options of accelerate launch)"
         print(  # noqa: T201
             f"stopped at step {outcome.step}; continue with train.resume=auto\n"
             f"the head so far lies in {head}; to export it (your engine in place of ENGINE):\n"

@@ -8,6 +8,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +134,16 @@ def _start_wandb(out_dir: Path, config: LogConfig, run: dict[str, Any]) -> Gener
 
 def _run_with_timeout(act: Callable[[], Any], timeout_s: float) -> Any:
     """Run an action in a thread; after a TimeoutError the thread is left behind."""
-    outcome: dict[str, Any] = {}
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome["value"] = act()
+            outcome.set_result(act())
         except BaseException as error:  # noqa: BLE001 - raised again below
-            outcome["error"] = error
+            is_usual = isinstance(error, Exception)
+            outcome.set_exception(error if is_usual else RuntimeError(repr(error)))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], timeout_s).done:
         raise TimeoutError(f"no answer within {timeout_s:.0f} s")
-    if "error" in outcome:
-        error = outcome["error"]
-        raise error if isinstance(error, Exception) else RuntimeError(repr(error))
-    return outcome["value"]
+    return outcome.result()

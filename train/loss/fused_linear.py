@@ -343,10 +343,8 @@ class _StudentPass:
         added = self._add_low_rank(rows, logits)
         chunk_rows = self.student.teacher_rows.device[rows] - begin
         for piece in split_evenly(0, len(logits), count_piece_rows(logits)):
-            result, piece_rows = (
-                compare(chunk_rows[piece], logits[piece], self.needs_grad),
-                select_part(rows, piece),
-            )
+            piece_rows = select_part(rows, piece)
+            result = compare(chunk_rows[piece], logits[piece], self.needs_grad)
             self.values[:, piece_rows] = result.values
             if result.grad is not None:
                 if self.added is not None:
