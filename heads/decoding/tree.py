@@ -104,7 +104,7 @@ class Tree:
     @property
     def width(self) -> int:
         """Return the candidates needed per head: 1 + the largest rank."""
-        return 1 + max(self.ranks, default=0)
+        return 1 + max(self.ranks)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:

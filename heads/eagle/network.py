@@ -269,10 +269,8 @@ class EagleDrafter(FeatureDrafter):
         features = self.head.collect_features(seen.output)
         num_texts, length, _ = features.shape
         slots = self.cache.prepare_slots(num_texts, features.device, seen.cache.slots)
-        last = seen.counts.unsqueeze(1) - 1
-        if not all(seen.token_ids):
-            # For texts without tokens in this part, whose result is dropped.
-            last = last.clamp_min(0)
+        # At least 0 for texts without tokens in this part, whose result is dropped.
+        last = (seen.counts.unsqueeze(1) - 1).clamp_min(0)
         ids = seen.tokens.roll(-1, dims=1).scatter(1, last, following.unsqueeze(1))
         fused = self.head.fuse(features).flatten(0, 1)
         return fused, ids.flatten(), slots.compute_pending_slots(length, length)

@@ -129,15 +129,15 @@ class ParallelStrategy:
         """Add the gradients of a loss []; processes average them."""
         loss.backward()
 
-    def clip_gradients(self, number: int) -> Tensor:
-        """Clip the gradients of optimizer step `number`, from 0.
+    def clip_gradients(self, step: int) -> Tensor:
+        """Clip the gradients of optimizer step `step`, from 0.
 
         Returns:
             [] norm before clipping, on the device, the same on every process; 0 if only
             `step_optimizers` knows it.
         """
         for _, group in self._iter_parameter_groups():
-            if number < group["first_step"]:
+            if step < group["first_step"]:
                 for parameter in group["params"]:
                     parameter.grad = None  # skipped, and its step is not counted
         max_norm, max_value = self.config.max_grad_norm or math.inf, self.config.max_grad_value
@@ -146,23 +146,23 @@ class ParallelStrategy:
             nn.utils.clip_grad_value_(self.trained.values(), max_value)
         return norm
 
-    def step_optimizers(self, learning_rate: float, number: int) -> float:
+    def step_optimizers(self, learning_rate: float, step: int) -> float:
         """Apply clipped gradients and clear them.
 
         Args:
             learning_rate: rate of a group with fraction 1.
-            number: optimizer step, from 0.
+            step: optimizer step, from 0.
 
         Returns:
             0, or the norm if `clip_gradients` could not tell it.
         """
         for _, group in self._iter_parameter_groups():
-            warmth = compute_late_warmup(self.config, number, group["first_step"])
+            warmth = compute_late_warmup(self.config, step, group["first_step"])
             group["lr"] = learning_rate * group["rate"] * warmth
         norm = self._apply_gradients()
         if self.config.average_decay is not None:
             # Starts as a plain mean, so that untrained weights fade quickly.
-            decay = min(self.config.average_decay, (1 + number) / (10 + number))
+            decay = min(self.config.average_decay, (1 + step) / (10 + step))
             with torch.no_grad():
                 for optimizer, tensor, _ in self._list_stepped_tensors():
                     optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
@@ -329,9 +329,9 @@ class ZeroStrategy(ParallelStrategy):
         """Add the gradients of a loss []; processes average them."""
         self.objective.backward(loss)
 
-    def clip_gradients(self, number: int) -> Tensor:
+    def clip_gradients(self, step: int) -> Tensor:
         """Do nothing: DeepSpeed clips in its step."""
-        del number
+        del step
         return torch.zeros((), device=self.accelerator.device)
 
     def _apply_gradients(self) -> float:

@@ -290,7 +290,7 @@ def one_step(placement: ParallelStrategy, row: int, number: int = 0) -> float:
     with placement.open_micro_batch(last=True):
         placement.backward(placement.objective(batch(row), UNIT).total)
     norm = float(placement.clip_gradients(number))
-    assert placement.step_optimizers(learning_rate=0.1, number=number) == 0
+    assert placement.step_optimizers(learning_rate=0.1, step=number) == 0
     return norm
 
 
