@@ -275,7 +275,7 @@ def test_words_in_code_are_known() -> None:
         each for each in in_code(r"[a-z][a-z0-9_]*") if each[0] not in (PYTHON, MEASURE, SERVED)
     ]
     known = VALUES | RECIPES | {*list_methods()} | {key.rsplit(".")[-1] for key in SETTINGS}
-    known |= {name for spec in FORMS for name in spec.keys}
+    known |= {name for keys, _ in FORMS.values() for name in keys}
     known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
     known |= {*CONTEXTS, *GOOD, *LEARNT_RANGES, *ANSWERS, *END_REASONS, *CUT_OFF}

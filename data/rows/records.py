@@ -237,21 +237,6 @@ Fields = dict[str, Any]
 """Fields of a row that have not been read yet. Functions that read a field remove it."""
 
 
-@dataclass(frozen=True)
-class FormSpec:
-    """Form of rows.
-
-    Attributes:
-        form: name of the form.
-        keys: fields that identify the form; the first one present is read.
-        parse: adds the messages of a row to a conversation; None for a form without messages.
-    """
-
-    form: Form
-    keys: tuple[str, ...]
-    parse: Callable[[Fields, str, Conversation], None] | None
-
-
 def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | None = None) -> Form:
     """Recognise the form of the first rows.
 
@@ -281,7 +266,7 @@ def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | Non
         if form:
             return form
     first = rows[0].parse_raw()
-    keys = ", ".join(key for spec in FORMS for key in spec.keys)
+    keys = ", ".join(key for form_keys, _ in FORMS.values() for key in form_keys)
     fields = first.value if isinstance(first.value, dict) and first.value else {"FIELD": ""}
     sentences = (name for name, value in fields.items() if " " in str(value))
     columns = {"prompt": next(sentences, next(iter(fields)))}
@@ -327,29 +312,27 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
     if not isinstance(value, dict):
         raise MalformedRowError("(whole row)", format_found_value(value), "an object with fields")
     fields, hidden = _rename_fields(value, columns)
-    spec = next(spec for spec in FORMS if spec.form is form)
-    key = next((key for key in spec.keys if fields.get(key) is not None), None)
+    keys, parse = FORMS[form]
+    key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
         other = _find_form(fields) if detected else None
         if other:
             raise InputError(
                 f"{row.location}: a row of form {other.value} ({show_fields(value)}) among rows of "
                 f"form {form.value}; split the file, or set data.form= to one of "
-                + ", ".join(spec.form.value for spec in FORMS)
+                + ", ".join(each.value for each in FORMS)
             )
-        raise MalformedRowError(
-            spec.keys[0], show_fields(value), f"a row of data.form={form.value}"
-        )
+        raise MalformedRowError(keys[0], show_fields(value), f"a row of data.form={form.value}")
     named = next((name for name in CATEGORIES if not is_empty(fields.get(name))), None)
     category = "all" if named is None else str(fields.pop(named))
     record = Record(None, None, row.location, category=category, row=value)
     conversation = Conversation()
-    if spec.parse is not None:
+    if parse is not None:
         refuse_media(fields)
         conversation = Conversation(_pop_first(fields, SYSTEM_TEXTS, _parse_system_prompt))
         tools = _pop_first(fields, TOOLS, parse_tools)
         kwargs = _pop_first(fields, TEMPLATE_KWARGS, partial(parse_object, allowed="an object"))
-        spec.parse(fields, key, conversation)
+        parse(fields, key, conversation)
         _refuse_rendered_messages(conversation, key)
         if all(message["role"] in SYSTEM for message in conversation.messages):
             raise MalformedRowError(key, "only a system message", "at least one user message")
@@ -506,8 +489,8 @@ def _rename_fields(value: object, columns: Mapping[str, str]) -> tuple[Fields, l
 
 def _find_form(fields: Fields) -> Form | None:
     # Parquet and Hub datasets fill absent columns with None.
-    known = (spec.form for spec in FORMS if any(fields.get(key) is not None for key in spec.keys))
-    return next(known, None)
+    present = {name for name, value in fields.items() if value is not None}
+    return next((form for form, (keys, _) in FORMS.items() if present & {*keys}), None)
 
 
 def _pop_first(fields: Fields, names: Sequence[str], read: Callable[[Any, str], Any]) -> Any:
@@ -719,19 +702,19 @@ def _refuse_rendered_messages(conversation: Conversation, key: str) -> None:
 # Order decides for rows with keys of several forms. Published datasets often have a rendered `text`
 # or a bare `prompt` beside the structured conversation, and each of these may stand beside the
 # `question` it came from.
-FORMS = (
-    FormSpec(Form.messages, ("messages",), _add_conversation),
-    FormSpec(Form.conversations, DIALOGUES, _add_conversation),
-    FormSpec(Form.turns, ("turns",), _add_turns),
-    FormSpec(Form.preference, ("chosen",), _add_preference),
-    FormSpec(Form.alpaca, ("instruction",), _add_pair),
-    FormSpec(Form.prompt, ("prompt",), _add_pair),
-    FormSpec(Form.tokens, ("input_ids",), None),
-    FormSpec(Form.text, ("text",), None),
-    FormSpec(
-        Form.question, ("question", "query", "problem", "input", "Question", "Problem"), _add_pair
-    ),
-)
+FORMS: dict[Form, tuple[tuple[str, ...], Callable[[Fields, str, Conversation], None] | None]] = {
+    Form.messages: (("messages",), _add_conversation),
+    Form.conversations: (DIALOGUES, _add_conversation),
+    Form.turns: (("turns",), _add_turns),
+    Form.preference: (("chosen",), _add_preference),
+    Form.alpaca: (("instruction",), _add_pair),
+    Form.prompt: (("prompt",), _add_pair),
+    Form.tokens: (("input_ids",), None),
+    Form.text: (("text",), None),
+    Form.question: (("question", "query", "problem", "input", "Question", "Problem"), _add_pair),
+}
+"""Of each form, the fields that identify it, of which the first one present is read, and the
+function that adds the messages of a row to a conversation; None for a form without messages."""
 
 
 def _parse_tokens(fields: Fields) -> tuple[list[int], list[bool]]:
