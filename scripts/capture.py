@@ -94,9 +94,10 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
     RemoteTarget,
-    load_config_and_tokenizer,
+    load_config,
     load_generation_config,
     load_target,
+    load_target_tokenizer,
     resolve_dtype,
 )
 from heads.target_model.model import FeatureLayers, Target
@@ -167,7 +168,7 @@ def plan_capture(config: CaptureRun, state: PartialState, shard_bytes: int) -> C
     Raises:
         InputError: bad data, or layers that the target does not have.
     """
-    model_config, tokenizer = load_config_and_tokenizer(config.target)
+    model_config, tokenizer = load_config(config.target), load_target_tokenizer(config.target)
     contents = choose_contents(config, model_config.get_text_config())
     train, heldout, report = prepare_datasets(
         config.data, tokenizer, config.seed, state.is_main_process
@@ -566,7 +567,7 @@ def write_manifest(work: CaptureJob, state: PartialState) -> None:
         for name in (EMBEDDINGS_AND_HEAD, TOKEN_COUNTS, PROMPTS_FILE)
     }
     origin = collect_provenance(work.config, stored_target.name, work.report)
-    tokenizer = load_config_and_tokenizer(work.config.target)[1]
+    tokenizer = load_target_tokenizer(work.config.target)
     target = describe_target(work.config, tokenizer, state.device, loaded=True)
     Manifest(replace(work.plan, target=target), entries, files, origin).save(folder)
 

@@ -43,14 +43,14 @@ import torch
 from heads.folders import write_folder
 from heads.mtp.checkpoint import find_mtp_layers
 from heads.target_model.adapter import apply_adapter, merge_into_weights
-from heads.target_model.load import load_config_and_tokenizer, load_model, resolve_dtype
+from heads.target_model.load import load_config, load_model, load_target_tokenizer, resolve_dtype
 
 
 def main(config: MergeAdapterRun) -> None:
     """Write model, tokenizer, chat template and generation config to `out_dir`."""
     check_merge(config)
     target, out_dir, device = config.target, Path(config.out_dir), torch.device("cpu")
-    model_config, tokenizer = load_config_and_tokenizer(target)
+    model_config, tokenizer = load_config(target), load_target_tokenizer(target)
     dtype = "auto" if target.dtype is Dtype.auto else resolve_dtype(target.dtype, device)
     model = load_model(target, model_config, dtype, device, towers=True)
     whole = merge_into_weights(apply_adapter(model, str(target.adapter)), str(target.adapter))

@@ -79,7 +79,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
             "leave target.engine unset (it is for train/*.py, eval/acceptance.py and "
             "scripts/capture.py)"
         )
-    model_config, tokenizer = load_config_and_tokenizer(config)
+    model_config, tokenizer = load_config(config), load_target_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
     warn_if_slow("target.dtype", dtype, device)
     if config.attention is None:
@@ -117,22 +117,12 @@ def _check_attention(attention: str, device: torch.device) -> None:
         )
 
 
-def load_config_and_tokenizer(config: TargetConfig) -> tuple[Any, Any]:
-    """Load the config and the tokenizer of a target, without weights.
-
-    Raises:
-        InputError: nothing is there, or no model that generates text.
-    """
-    return load_config(config), load_target_tokenizer(config)
-
-
 def load_config(config: TargetConfig) -> Any:
     """Load the config of a target's transformers model.
 
     Raises:
         InputError: nothing is there, or no model that generates text.
     """
-    assert config.path is not None
     with report_target_errors(config):
         whole = AutoConfig.from_pretrained(
             resolve_target_folder(config), **make_hub_options(config)
@@ -153,7 +143,6 @@ def load_target_tokenizer(config: TargetConfig) -> Any:
     Raises:
         InputError: nothing is there.
     """
-    assert config.path is not None
     if config.adapter is not None:
         return _load_adapter_tokenizer(config, config.adapter)
     with report_target_errors(config):
@@ -174,7 +163,6 @@ def load_generation_config(config: TargetConfig) -> dict[str, Any] | None:
     Raises:
         InputError: nothing is there.
     """
-    assert config.path is not None
     with report_target_errors(config):
         file = find_file(resolve_target_folder(config), "generation_config.json", config.revision)
     return None if file is None else load_config_file(Path(file))
@@ -187,7 +175,6 @@ def find_file(path: str, name: str, revision: str | None = None) -> str | None:
 
 def _load_adapter_tokenizer(config: TargetConfig, adapter: str) -> Any:
     """Load the tokenizer of a target with an adapter; parts that it lacks are the target's."""
-    assert config.path is not None
     with report_target_errors(config, "adapter"):
         tokenizer_file = find_file(adapter, "tokenizer_config.json")
         template_file = find_file(adapter, "chat_template.jinja")
@@ -242,7 +229,7 @@ def load_model(
 
     Args:
         config: target settings with a `path`.
-        model_config: config from `load_config_and_tokenizer`.
+        model_config: config from `load_config`.
         dtype: dtype of the parameters; `auto` takes that of the files.
         device: device of the model, unless `device_map` is set.
         attention: attention implementation; unset leaves it to transformers.
@@ -260,7 +247,6 @@ def load_model(
     elif quantized or device.type != "cpu":
         # Straight from the files, without a copy per process on the host.
         options["device_map"] = {"": device}
-    assert config.path is not None
     knows_codes = can_read_quantization(model_config)
     with report_target_errors(config):
         loaded: Any = find_language_class(model_config, towers).from_pretrained(
@@ -337,7 +323,6 @@ def load_remote(config: TargetConfig, device: torch.device, num_layers: int = 0)
     Raises:
         InputError: nothing is there, a part is missing, or a setting would have no effect.
     """
-    assert config.path is not None
     quantized = config.quantization is not Quantization.none
     settings = {
         "adapter": config.adapter,

@@ -55,7 +55,7 @@ from heads.devices import to_device
 from heads.eagle.eagle import EagleHead
 from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter, MedusaHead
-from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
+from heads.target_model.load import load_config, load_model, load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts.embedded.make import SPECIAL_TOKENS
@@ -195,7 +195,7 @@ def check_target(folder: Path, heads: bool = True) -> dict[str, Any]:
     findings = Findings(str(folder))
     config = TargetConfig(path=str(folder))
     with findings.open_column("loads"):
-        load_model(config, load_config_and_tokenizer(config)[0], torch.float32, CPU)
+        load_model(config, load_config(config), torch.float32, CPU)
     if findings.has_passed("loads"):
         with findings.open_column("check"):
             target = load_target(config, CPU)

@@ -33,7 +33,7 @@ from heads.draft_head import DraftHead
 from heads.eagle.network import EagleDrafter
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter, MedusaHead
-from heads.target_model.load import load_config_and_tokenizer
+from heads.target_model.load import load_target_tokenizer
 from heads.target_model.model import Target
 from scripts import export
 
@@ -88,7 +88,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    _, tokenizer = load_config_and_tokenizer(TargetConfig(path=TARGET_PATH))
+    tokenizer = load_target_tokenizer(TargetConfig(path=TARGET_PATH))
     records = load_records(PROMPTS).records[:8]
     return [prompt.token_ids for prompt in render_first_turns(records, RecordEncoder(tokenizer))]
 

@@ -55,7 +55,7 @@ from eval.measure.engine_answers import EngineAnswerSource, build_request_settin
 from eval.measure.target_answers import LocalAnswerSource
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.identity import TargetIdentity, identify_target
-from heads.target_model.load import RemoteTarget, load_config_and_tokenizer, load_target
+from heads.target_model.load import RemoteTarget, load_target, load_target_tokenizer
 from heads.target_model.model import FeatureLayers, Target
 from train.loop.evaluation import (
     Replay,
@@ -354,7 +354,7 @@ def _check_target(target: TargetConfig, plan: StorePlan, folder: str) -> None:
     if target.path is None:
         _check_unset("target", target, stored, ("revision", "adapter", "quantization"), folder)
         return
-    given = identify_target(target, load_config_and_tokenizer(target)[1], getattr(torch, dtype))
+    given = identify_target(target, load_target_tokenizer(target), getattr(torch, dtype))
     before, now = make_fingerprint(target=get_store_identity(plan)), make_fingerprint(target=given)
     differ = find_changed_keys(before, now)
     if differ:

@@ -17,7 +17,7 @@ from heads.layers.documents import Documents
 from heads.target_model.attention import CachedPass
 from heads.target_model.check import check_target_support
 from heads.target_model.embeddings_and_output_head import move_to_embedding_device
-from heads.target_model.load import load_config_and_tokenizer, load_model, load_target
+from heads.target_model.load import load_config, load_model, load_target
 from heads.target_model.model import FeatureLayers, Target
 
 CPU = torch.device("cpu")
@@ -251,6 +251,5 @@ def test_a_target_goes_straight_to_its_device(tmp_path, monkeypatch) -> None:
         (TargetConfig(path=str(folder)), CPU),
         (TargetConfig(path=str(folder), device_map="auto"), gpu),
     ]:
-        model_config, _tokenizer = load_config_and_tokenizer(config)
-        load_model(config, model_config, torch.float32, device)
+        load_model(config, load_config(config), torch.float32, device)
     assert asked == [{"": gpu}, None, "auto"]

@@ -25,7 +25,6 @@ from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHea
 from heads.target_model.load import (
     RemoteTarget,
     load_config,
-    load_config_and_tokenizer,
     load_target,
     load_target_tokenizer,
 )
@@ -216,7 +215,7 @@ def test_what_writes_no_text_is_refused_in_a_line(tmp_path: Path, family: str, r
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(InputError) as caught:
-        load_config_and_tokenizer(TargetConfig(path=str(tmp_path)))
+        load_config(TargetConfig(path=str(tmp_path)))
     start = f"target.path={tmp_path}: cannot load it: {family} cannot be a target: {reason}"
     assert str(caught.value).startswith(start)
     assert "\n" not in str(caught.value)
@@ -225,7 +224,7 @@ def test_what_writes_no_text_is_refused_in_a_line(tmp_path: Path, family: str, r
 def test_a_config_that_nobody_knows_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
     with pytest.raises(InputError, match="model type `nobody`") as caught:
-        load_config_and_tokenizer(TargetConfig(path=str(tmp_path)))
+        load_config(TargetConfig(path=str(tmp_path)))
     assert len(str(caught.value)) < len(str(tmp_path)) + 350
     assert "\n" not in str(caught.value)
 

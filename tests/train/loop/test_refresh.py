@@ -22,7 +22,7 @@ from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
 from heads.target_model.identity import format_target_change, identify_target
-from heads.target_model.load import load_config_and_tokenizer
+from heads.target_model.load import load_target_tokenizer
 from tests.train.parallel.test_launch import curve
 from train import medusa
 from train.loop.sources import load_target_source
@@ -121,7 +121,7 @@ def test_a_head_from_a_store_knows_the_target_that_was_captured(
     found = tmp_path / "out/head"
     for name, told in (("target", False), ("changed", True)):
         where = TargetConfig(path=str(inputs / name))
-        identity = identify_target(where, load_config_and_tokenizer(where)[1], torch.float32)
+        identity = identify_target(where, load_target_tokenizer(where), torch.float32)
         assert (format_target_change("head.path", str(found), None, identity) is not None) == told
     noted = json.loads((found / "headsmith.json").read_text())
     noted["target_identity"]["name"] = identity.name

@@ -27,7 +27,7 @@ from data.servers import http_client as endpoint
 from data.servers import state_files as files
 from eval.measure import engine_answers as engines
 from heads.target_model.identity import identify_target
-from heads.target_model.load import load_config_and_tokenizer, load_target
+from heads.target_model.load import load_target, load_target_tokenizer
 from tests.servers import EngineServer, Fault, relaying, serving
 from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
 from tests.train.parallel.test_launch import trained as launched
@@ -240,10 +240,7 @@ def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> 
     with pytest.raises(InputError, match=r"names an adapter .*target\.engine is empty"):
         TargetConfig(path=str(inputs / "target"), adapter_name="tuned")
     target = TargetConfig(path=str(inputs / "target"), adapter_name="tuned", engine=target.engine)
-    assert (
-        identify_target(target, load_config_and_tokenizer(target)[1], torch.float32).adapter
-        == "tuned"
-    )
+    assert identify_target(target, load_target_tokenizer(target), torch.float32).adapter == "tuned"
     run = AcceptanceRun(target=target, out_dir=str(tmp_path / "out"))
     run.head.path = str(inputs / "target")
     with pytest.raises(InputError, match="runs the target in its own process"):
