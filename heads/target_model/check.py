@@ -13,7 +13,6 @@ Letters: n tokens, V vocabulary.
 import hashlib
 import json
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from inspect import signature
@@ -28,7 +27,7 @@ from transformers import DynamicCache
 
 from conf.command.run_record import compute_code_checksum
 from conf.errors import InputError
-from conf.files import cache_dir
+from conf.files import cache_dir, load_json, write_atomically
 from conf.settings.target import TargetConfig
 from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents
@@ -57,8 +56,8 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
         InputError: the target is not supported.
     """
     file = _find_check_file(target, config)
-    if file is not None and file.is_file():
-        for name, value in json.loads(file.read_text()).items():
+    if file is not None and (known := load_json(file)) is not None:
+        for name, value in known.items():
             setattr(target, name, value)
         return
     start = time.monotonic()
@@ -68,9 +67,8 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
     # Without permission to write, the next start checks again.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
-        temporary.write_text(json.dumps({name: getattr(target, name) for name in KEPT}))
-        temporary.replace(file)
+        stored = json.dumps({name: getattr(target, name) for name in KEPT})
+        write_atomically(file, stored, shared=True)
 
 
 def _find_check_file(target: Target, config: TargetConfig) -> Path | None:
