@@ -38,6 +38,7 @@ from conf.files import (
     LOCK_NAME,
     SAFETENSORS_SUFFIX,
     is_file_whole,
+    load_json,
     retry_io,
     write_atomically,
 )
@@ -211,11 +212,9 @@ class StorePlan:
         """
         if folder.exists() and not folder.is_dir():
             raise InputError(f"out_dir={folder}: is a file; name a folder")
-        if (folder / PLAN).is_file():
-            before = flatten_settings(_read_json(folder / PLAN, f"out_dir={folder}"))
-            check_unchanged(
-                f"out_dir={folder} holds a capture", before, flatten_settings(self.to_json())
-            )
+        if (before := retry_io(partial(load_json, folder / PLAN))) is not None:
+            what, now = f"out_dir={folder} holds a capture", flatten_settings(self.to_json())
+            check_unchanged(what, flatten_settings(before), now)
             return
         # A capture may have been killed while it wrote its plan or put a dead one's lock aside.
         allowed = (LOCK_NAME, f"{PLAN}.tmp")
@@ -335,13 +334,12 @@ class Manifest:
         Raises:
             InputError: the manifest is missing, damaged or of another version.
         """
-        path = folder / MANIFEST
-        if not path.is_file():
+        stored = retry_io(partial(load_json, folder / MANIFEST))
+        if stored is None:
             raise InputError(
                 f"data.features={folder}: {MANIFEST} is missing, so this is no store or its "
                 f"capture has not ended; {format_repair_advice(folder)}"
             )
-        stored = _read_json(path, f"data.features={folder}")
         if stored.get("version") != VERSION:
             raise InputError(
                 f"data.features={folder}: version {stored.get('version')} of the format, but this "
@@ -353,24 +351,9 @@ class Manifest:
             return cls(StorePlan.from_json(stored), shards, stored["files"], stored["provenance"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"data.features={folder}: {path.name} is damaged: {error!r}; "
+                f"data.features={folder}: {MANIFEST} is damaged: {error!r}; "
                 f"{format_repair_advice(folder)}"
             ) from error
-
-
-def _read_json(path: Path, setting: str) -> dict[str, Any]:
-    """Read a JSON object from the file that a setting leads to.
-
-    Raises:
-        InputError: the file cannot be read, or holds something else.
-    """
-    try:
-        stored = json.loads(retry_io(path.read_text))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{setting}: {path.name} is damaged: {error}") from error
-    if not isinstance(stored, dict):
-        raise InputError(f"{setting}: {path.name} is damaged: not a JSON object")
-    return stored
 
 
 def format_repair_advice(folder: Path) -> str:

@@ -234,7 +234,7 @@ def test_one_flipped_bit_is_named_and_its_neighbours_are_read(tmp_path: Path) ->
     ("change", "message"),
     [
         (lambda s: (s / "manifest.json").unlink(), r"manifest\.json is missing.*capture\.py"),
-        (lambda s: (s / "manifest.json").write_text("{"), r"manifest\.json is damaged"),
+        (lambda s: (s / "manifest.json").write_text("{"), r"manifest\.json: not JSON"),
         (lambda s: (s / "train-00001.safetensors").unlink(), r"train-00001\.safetensors: missing"),
         (
             lambda s: os.truncate(s / "heldout-00000.safetensors", 600),
