@@ -210,13 +210,7 @@ def _load_local_config(
         from heads.gguf_target import load_gguf_target
 
         return load_gguf_target(path, revision, key).sizes
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{key}={path}: cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{key}={path}: {file} holds no JSON object")
-    return content
+    return load_json(file)
 
 
 def _find_connection_error(url: str) -> OSError | None:
