@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -386,6 +387,13 @@ def check_folder_files(key: str, path: str, folder: Path, *names: str) -> Path:
                 remedy = f"found {there}; name the folder that has it"
             raise InputError(f"{key}={path}: no {name} there; {remedy}")
     return folder
+
+
+def load_model_config(folder: Path) -> dict[str, Any]:
+    """Load the `config.json` of a folder; empty if the file is no JSON object."""
+    with suppress(InputError):  # a later reader reports the damage
+        return load_json(folder / "config.json") or {}
+    return {}
 
 
 def has_architecture(folder: Path, architectures: Sequence[str], model_type: str) -> bool:
