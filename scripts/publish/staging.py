@@ -22,7 +22,7 @@ from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile
 from heads.export.writer import LOADER_VERSIONS
-from heads.folders import PROVENANCE
+from heads.folders import PROVENANCE, load_export_record
 from heads.kinds import load_head
 from scripts.publish.model_card import ExportFacts
 
@@ -122,7 +122,7 @@ def load_export_folders(folders: list[str]) -> list[ExportFolder]:
             raise InputError(
                 f"exports={name}: no such folder; name a folder that scripts/export.py wrote"
             )
-        facts = (load_json(folder / PROVENANCE) or {}).get("export") or {}
+        facts = load_export_record(folder)
         try:
             engine = ExportFormat(facts.get("format"))
             dtype = ExportDtype(facts.get("dtype"))
@@ -165,8 +165,7 @@ def check_export_of_head(head: DraftHead, export: ExportFolder) -> None:
 def stage_export(export: ExportFolder, staged: Path, target: str | None) -> None:
     """Fill `staged` with the publishable files of an export, which name the target as others do."""
     staged.mkdir()
-    record = load_json(export.folder / PROVENANCE) or {}
-    renaming = Renaming(str(record["export"].get("target")), target)
+    renaming = Renaming(str(load_export_record(export.folder).get("target")), target)
     for path in sorted(export.folder.iterdir()):
         if path.suffix in TEXTS:
             text = renaming.rename_in_text(path.read_text("utf-8"))
@@ -224,7 +223,7 @@ def verify_staged_export(
         # llama.cpp downloads from a repository's root the file whose prefix is the kind of head.
         download_line, command_text = "", re.sub(r" -md \S+", f" -hfd {repo_id}", command_text)
     names = {part for name in _iter_tensor_names(staged) for part in name.split(".")}
-    record = (load_json(staged / PROVENANCE) or {}).get("export") or {}
+    record = load_export_record(staged)
     facts = ExportFacts(
         format=export.format.value,
         repo_id=repo_id,
