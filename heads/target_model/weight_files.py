@@ -72,20 +72,18 @@ def compute_checksum(files: Iterable[tuple[Path, dict[str, dict[str, Any]]]]) ->
         files: files with their tensors, as from `load_tensor_table`. The result does not depend on
             the division into files.
     """
-    samples = sorted(sample for file, table in files for sample in _iter_samples(file, table))
-    return hashlib.sha256(b"".join(samples)).hexdigest()
-
-
-def _iter_samples(file: Path, table: dict[str, dict[str, Any]]) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        for name, tensor in table.items():
-            begin, end = tensor["data_offsets"]
-            parts = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
-            last = max(begin, end - SAMPLE_BYTES)
-            for place in sorted({begin, (begin + last) // 2, last}):
-                stream.seek(place)
-                parts.append(stream.read(min(SAMPLE_BYTES, end - begin)))
-            yield b"".join(parts)
+    samples: list[bytes] = []
+    for file, table in files:
+        with file.open("rb") as stream:
+            for name, tensor in table.items():
+                begin, end = tensor["data_offsets"]
+                parts = [json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()]
+                last = max(begin, end - SAMPLE_BYTES)
+                for place in sorted({begin, (begin + last) // 2, last}):
+                    stream.seek(place)
+                    parts.append(stream.read(min(SAMPLE_BYTES, end - begin)))
+                samples.append(b"".join(parts))
+    return hashlib.sha256(b"".join(sorted(samples))).hexdigest()
 
 
 def check_complete(config: TargetConfig, model: Any, info: dict[str, Any]) -> Any:
