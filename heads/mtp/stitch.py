@@ -153,11 +153,8 @@ def _name_stored_tensors(
     for name, tensor in (tensors if joined else split_experts(tensors)).items():
         stored_name = family.to_stored_name(name, num_layers)
         file = files_by_name.get(stored_name)
-        stored_dtype = dtype
-        if file is not None:
-            with safe_open(file, "pt") as opened:
-                stored_dtype = opened.get_tensor(stored_name).dtype
-        stored[stored_name] = tensor.to("cpu", stored_dtype).contiguous().clone()
+        like = dtype if file is None else _load_tensors(file, [stored_name])[stored_name].dtype
+        stored[stored_name] = tensor.to("cpu", like).contiguous().clone()
     return stored
 
 
