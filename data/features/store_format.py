@@ -257,9 +257,7 @@ class ShardIndex:
         try:
             return cls(**json.loads(retry_io(path.read_text)))
         except (OSError, ValueError, TypeError) as error:
-            raise InputError(
-                f"{path}: missing or damaged ({error}); {format_repair_advice(folder)}"
-            ) from error
+            raise make_store_error(folder, f"{path}: missing or damaged ({error})") from error
 
     @cached_property
     def token_offsets(self) -> list[int]:
@@ -336,10 +334,8 @@ class Manifest:
         """
         stored = retry_io(partial(load_json, folder / MANIFEST))
         if stored is None:
-            raise InputError(
-                f"data.features={folder}: {MANIFEST} is missing, so this is no store or its "
-                f"capture has not ended; {format_repair_advice(folder)}"
-            )
+            problem = "is missing, so this is no store or its capture has not ended"
+            raise make_store_error(folder, f"data.features={folder}: {MANIFEST} {problem}")
         if stored.get("version") != VERSION:
             raise InputError(
                 f"data.features={folder}: version {stored.get('version')} of the format, but this "
@@ -350,16 +346,14 @@ class Manifest:
             shards = [ShardEntry(**entry) for entry in stored["shards"]]
             return cls(StorePlan.from_json(stored), shards, stored["files"], stored["provenance"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"data.features={folder}: {MANIFEST} is damaged: {error!r}; "
-                f"{format_repair_advice(folder)}"
-            ) from error
+            problem = f"data.features={folder}: {MANIFEST} is damaged: {error!r}"
+            raise make_store_error(folder, problem) from error
 
 
-def format_repair_advice(folder: Path) -> str:
-    """Format the advice for a damaged store."""
+def make_store_error(folder: Path, problem: str) -> InputError:
+    """Make the error about a damaged store, with the advice to repair it."""
     again = f"start scripts/capture.py with out_dir={folder} again"
-    return f"{again}: it writes missing and damaged files"
+    return InputError(f"{problem}; {again}: it writes missing and damaged files")
 
 
 def memory_of(tensor: Tensor) -> memoryview:

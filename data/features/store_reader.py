@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from conf.errors import InputError
 from conf.files import SAFETENSORS_SUFFIX, compute_file_checksum, retry_io
 from data.features.store_format import (
     NO_PROBABILITY,
@@ -28,7 +27,7 @@ from data.features.store_format import (
     ShardIndex,
     TensorSpec,
     dequantize_states,
-    format_repair_advice,
+    make_store_error,
     memory_of,
 )
 from data.prepared.packing import PackedDataset, VocabularySizes, check_token_ids
@@ -66,11 +65,9 @@ class FeatureStore:
         try:
             is_whole = retry_io(partial(compute_file_checksum, path)) == self.manifest.files[name]
         except OSError as error:
-            raise InputError(
-                f"{path}: {error.strerror}; {format_repair_advice(self.folder)}"
-            ) from error
+            raise make_store_error(self.folder, f"{path}: {error.strerror}") from error
         if not is_whole:
-            raise InputError(f"{path}: damaged; {format_repair_advice(self.folder)}")
+            raise make_store_error(self.folder, f"{path}: damaged")
         return path
 
     def load_prompts(self) -> PromptDigests | None:
@@ -143,9 +140,7 @@ class StoredDataset(Dataset):
                 partial(load_shard_sequence, path, self.fields, shard_index, number, room)
             )
         except OSError as error:
-            raise InputError(
-                f"{path}: {error.strerror}; {format_repair_advice(path.parent)}"
-            ) from error
+            raise make_store_error(path.parent, f"{path}: {error.strerror}") from error
         ids, target = row["input_ids"][:num_tokens], self.target
         if target is not None and int(ids.max()) >= min(target.num_embeddings, target.vocab_size):
             learnt = ids[row["loss_mask"][:num_tokens].bool()]
@@ -177,16 +172,13 @@ def _load_shard_index(folder: Path, entry: ShardEntry) -> ShardIndex:
     index = ShardIndex.from_folder(folder, entry.name)
     path = folder / f"{entry.name}{SAFETENSORS_SUFFIX}"
     if (index.size, index.checksum) != (entry.size, entry.checksum):
-        raise InputError(
-            f"{folder / entry.name}.json: not the index of the manifest; "
-            f"{format_repair_advice(folder)}"
-        )
+        problem = f"{folder / entry.name}.json: not the index of the manifest"
+        raise make_store_error(folder, problem)
     size = path.stat().st_size if path.is_file() else None
     if size != index.size:
         state = "missing" if size is None else f"{size:,} bytes long"
-        raise InputError(
-            f"{path}: {state}, but must have {index.size:,} bytes; {format_repair_advice(folder)}"
-        )
+        problem = f"{path}: {state}, but must have {index.size:,} bytes"
+        raise make_store_error(folder, problem)
     return index
 
 
@@ -220,17 +212,14 @@ def load_shard_sequence(
             memory = memory_of(tensor)[: num_tokens * field.num_bytes]
             file.seek(offset + first * field.num_bytes)
             if file.readinto(memory) != len(memory):
-                raise InputError(
-                    f"{path}: sequence {number} is cut off; {format_repair_advice(path.parent)}"
-                )
+                raise make_store_error(path.parent, f"{path}: sequence {number} is cut off")
             digest.update(memory)
             offset += total * field.num_bytes
             tensors[field.name] = tensor
     if digest.hexdigest() != index.checksums[number]:
-        raise InputError(
-            f"{path}: sequence {number} is damaged (checksum {digest.hexdigest()}, not "
-            f"{index.checksums[number]}); {format_repair_advice(path.parent)}"
-        )
+        found, expected = digest.hexdigest(), index.checksums[number]
+        problem = f"sequence {number} is damaged (checksum {found}, not {expected})"
+        raise make_store_error(path.parent, f"{path}: {problem}")
     return tensors
 
 
