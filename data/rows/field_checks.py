@@ -28,6 +28,11 @@ def format_found_value(value: object) -> str:
     return f"{text} ({type(value).__name__})"
 
 
+def make_value_error(name: str, value: object, allowed: str) -> MalformedRowError:
+    """Make the error about a field with this value."""
+    return MalformedRowError(name, format_found_value(value), allowed)
+
+
 def show_fields(value: object) -> str:
     """Format the names of a row's fields for a message."""
     if not isinstance(value, dict):
@@ -63,7 +68,7 @@ def parse_text(value: object, name: str, allowed: str = "a string") -> str:
         MalformedRowError: the value is no text, empty, or not valid Unicode.
     """
     if not isinstance(value, str):
-        raise MalformedRowError(name, format_found_value(value), allowed)
+        raise make_value_error(name, value, allowed)
     if not value or value.isspace():
         raise MalformedRowError(name, "empty text", "a non-empty string")
     return parse_unicode(value, name)
@@ -95,7 +100,7 @@ def parse_list(value: object, name: str, items: str) -> list:
     """
     content = parse_if_json(value)
     if not isinstance(content, list) or not content:
-        raise MalformedRowError(name, format_found_value(value), f"a non-empty list of {items}")
+        raise make_value_error(name, value, f"a non-empty list of {items}")
     return content
 
 
@@ -107,7 +112,7 @@ def parse_object(value: object, name: str, allowed: str) -> dict[str, Any]:
     """
     content = parse_if_json(value)
     if not isinstance(content, dict):
-        raise MalformedRowError(name, format_found_value(value), allowed)
+        raise make_value_error(name, value, allowed)
     try:
         parse_unicode(json.dumps(content, ensure_ascii=False), name)
     except (TypeError, ValueError, RecursionError) as error:

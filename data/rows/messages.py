@@ -8,6 +8,7 @@ from data.rows.field_checks import (
     MalformedRowError,
     format_found_value,
     is_empty,
+    make_value_error,
     parse_if_json,
     parse_list,
     parse_object,
@@ -103,8 +104,7 @@ class Conversation:
         """
         name, item = f"{key}[{index}]", parse_if_json(item)
         if not isinstance(item, dict):
-            allowed = "an object with 'role' and 'content'"
-            raise MalformedRowError(name, format_found_value(item), allowed)
+            raise make_value_error(name, item, "an object with 'role' and 'content'")
         fields = dict(item)
         refuse_media(fields, f"{name}.")
         if "input" in fields and "output" in fields and "content" not in fields:  # Capybara's turns
@@ -131,7 +131,7 @@ class Conversation:
         given = fields.pop(key, None)
         role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
         if role is None:
-            raise MalformedRowError(f"{name}.{key}", format_found_value(given), ", ".join(ROLES))
+            raise make_value_error(f"{name}.{key}", given, ", ".join(ROLES))
         message: Message = {"role": role, "content": ""}
         absent = "value" if key == "from" else "content"
         content_key = next((k for k in ("content", "value") if k in fields), absent)
@@ -194,9 +194,7 @@ class Conversation:
         if isinstance(part, str):
             return parse_unicode(part, name)
         if not isinstance(part, dict):
-            raise MalformedRowError(
-                name, format_found_value(part), "an object with 'type' and 'text'"
-            )
+            raise make_value_error(name, part, "an object with 'type' and 'text'")
         fields = dict(part)
         kind = fields.pop("type", "text")
         if kind not in TEXT_PARTS:
@@ -204,7 +202,7 @@ class Conversation:
         refuse_media(fields, f"{name}.")
         text = fields.pop("text", None)
         if not isinstance(text, str):
-            raise MalformedRowError(f"{name}.text", format_found_value(text), "a string")
+            raise make_value_error(f"{name}.text", text, "a string")
         self._note_unread_fields(fields, name)
         return parse_unicode(text, name)
 
@@ -235,13 +233,11 @@ class Conversation:
         function = call.pop("function", None)
         kind, call_id = call.pop("type", None), call.pop("id", None)
         if kind not in (None, "function"):
-            raise MalformedRowError(f"{name}.type", format_found_value(kind), "function")
+            raise make_value_error(f"{name}.type", kind, "function")
         if function is None:
             function, call = call, {}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MalformedRowError(
-                f"{name}.function", format_found_value(function), "an object with a 'name'"
-            )
+            raise make_value_error(f"{name}.function", function, "an object with a 'name'")
         rest = {k: v for k, v in function.items() if k not in ("name", "arguments")}
         self._note_unread_fields(call | rest, name)
         arguments = parse_call_arguments(function.get("arguments"), f"{name}.arguments")
@@ -284,9 +280,7 @@ def refuse_media(fields: dict[str, Any], prefix: str = "") -> None:
     for key in MEDIA:
         value = fields.get(key)
         if not is_empty(value) and value is not False:
-            raise MalformedRowError(
-                prefix + key, format_found_value(value), "text alone, without this field"
-            )
+            raise make_value_error(prefix + key, value, "text alone, without this field")
 
 
 def parse_unlearnt(fields: dict[str, Any], prefix: str = "", role: str = "assistant") -> bool:
@@ -309,14 +303,14 @@ def parse_unlearnt(fields: dict[str, Any], prefix: str = "", role: str = "assist
         is_unclear = key == "mask" and isinstance(value, bool)
         if not isinstance(value, int | float) or value not in (0, 1) or is_unclear:
             allowed = "0 or 1 (learnt)" if key == "mask" else "0 or 1, false or true"
-            raise MalformedRowError(prefix + key, format_found_value(value), allowed)
+            raise make_value_error(prefix + key, value, allowed)
         if role == "assistant" or not value:
             del fields[key]
         unlearnt = unlearnt or not value
     for key, value in fields.items() if role == "assistant" else ():
         if MASKING.fullmatch(key) and isinstance(value, int | float | list) and value != []:
             allowed = "a mask of a known name: train, true or false for the whole message"
-            raise MalformedRowError(prefix + key, format_found_value(value), allowed)
+            raise make_value_error(prefix + key, value, allowed)
     return unlearnt
 
 
@@ -342,7 +336,7 @@ def parse_token_ids(ids: list, name: str) -> list[int]:
     """
     for index, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < MOST_IDS:
-            raise MalformedRowError(f"{name}[{index}]", format_found_value(token), "a token id")
+            raise make_value_error(f"{name}[{index}]", token, "a token id")
     return ids
 
 
@@ -360,8 +354,6 @@ def parse_tools(value: object, name: str) -> list[dict] | None:
         bare = {key: part for key, part in tool.items() if key != "type"}
         function = tool.get("function", bare)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise MalformedRowError(
-                f"{name}[{index}]", format_found_value(item), "a function with a 'name'"
-            )
+            raise make_value_error(f"{name}[{index}]", item, "a function with a 'name'")
         tools.append(tool if "function" in tool else {"type": "function", "function": function})
     return tools

@@ -19,8 +19,8 @@ from conf.settings.data import Form, OnBadRow, RowsConfig
 from data.rows.data_files import Row, find_source, iter_rows
 from data.rows.field_checks import (
     MalformedRowError,
-    format_found_value,
     is_empty,
+    make_value_error,
     parse_if_json,
     parse_list,
     parse_object,
@@ -310,7 +310,7 @@ def _parse_record(row: Row, form: Form, columns: Mapping[str, str], detected: bo
         raise MalformedRowError("(whole row)", row.problem, "one JSON object")
     value = row.value
     if not isinstance(value, dict):
-        raise MalformedRowError("(whole row)", format_found_value(value), "an object with fields")
+        raise make_value_error("(whole row)", value, "an object with fields")
     fields, hidden = _rename_fields(value, columns)
     keys, parse = FORMS[form]
     key = next((key for key in keys if fields.get(key) is not None), None)
@@ -375,7 +375,7 @@ def _pop_cut_off_messages(fields: Fields, conversation: Conversation) -> frozens
     for number in numbers:
         if type(number) is not int or not 0 <= number < len(answers):
             allowed = f"numbers of the {len(answers)} answers, counted from 0"
-            raise MalformedRowError(TRUNCATED_TURNS, format_found_value(number), allowed)
+            raise make_value_error(TRUNCATED_TURNS, number, allowed)
     return frozenset(cut_off | {answers[number] for number in numbers})
 
 
@@ -390,12 +390,12 @@ def _pop_unlearnt_messages(fields: Fields, conversation: Conversation) -> frozen
             del fields[name]
         elif isinstance(value, int | float) and value in (-1, 0, 1):
             allowed = "false (a bad answer) or true; a number may be a class: name it otherwise"
-            raise MalformedRowError(name, format_found_value(value), allowed)
+            raise make_value_error(name, value, allowed)
     for name, bad in VERDICTS.items() if answers else ():
         value = _parse_cell(fields.get(name))
         if value is bad:
             allowed = f"{not bad}, or label: false, with which the answer is not learnt"
-            raise MalformedRowError(name, format_found_value(value), allowed)
+            raise make_value_error(name, value, allowed)
     return frozenset(answers if is_excluded else conversation.unlearnt)
 
 
@@ -415,7 +415,7 @@ def _pop_exclusion(fields: Fields) -> bool:
         flags[name] = value
         del fields[name]
         if name not in (*LEARNT, *LEARNT_RANGES):
-            raise MalformedRowError(name, format_found_value(value), "a list beside input_ids")
+            raise make_value_error(name, value, "a list beside input_ids")
     return parse_unlearnt(flags)
 
 
@@ -441,7 +441,7 @@ def _refuse_lost_fields(fields: Fields, form: Form, messages: Messages) -> None:
                 columns = {"instruction": "QUESTION", "input": name}
                 allowed += f", set {format_setting('data.columns', columns)}"
             allowed += f", or leave it out: {format_setting('data.columns', {'unread': name})}"
-            raise MalformedRowError(name, format_found_value(value), allowed)
+            raise make_value_error(name, value, allowed)
 
 
 def _refuse_answered_text(fields: Fields, text: str) -> None:
@@ -460,7 +460,7 @@ def _refuse_answered_text(fields: Fields, text: str) -> None:
                 f"plain text without it; map it, e.g. {format_setting('data.columns', columns)}, "
                 "or set data.form=text to learn the whole text"
             )
-            raise MalformedRowError(name, format_found_value(value), allowed)
+            raise make_value_error(name, value, allowed)
 
 
 def _list_texts(value: object) -> list[str]:
@@ -531,8 +531,7 @@ def _add_chosen(chosen: object, conversation: Conversation) -> None:
     has_system = any(message["role"] in SYSTEM for message in before)
     repeats = before == (asked if has_system else _drop_system(asked))
     if answer["role"] != "assistant" or ((before or has_answer) and not repeats):
-        allowed = "the answer to the last question of the messages"
-        raise MalformedRowError("chosen", format_found_value(chosen), allowed)
+        raise make_value_error("chosen", chosen, "the answer to the last question of the messages")
     index = len(asked)
     conversation.messages = [*asked, answer]
     conversation.unlearnt = {i for i in conversation.unlearnt if i < index}
@@ -566,14 +565,10 @@ def _add_preference(fields: Fields, key: str, conversation: Conversation) -> Non
         conversation.add_messages(parse_list(chosen, key, "objects"), key)
         prompt = fields.pop(prompt_key) if prompt_key else None
         if prompt_key and not _starts_with_prompt(prompt, prompt_key, conversation.messages):
-            raise MalformedRowError(
-                prompt_key, format_found_value(prompt), f"what '{key}' begins with"
-            )
+            raise make_value_error(prompt_key, prompt, f"what '{key}' begins with")
         return
     if prompt_key is None:
-        raise MalformedRowError(
-            key, format_found_value(chosen), "with a 'prompt' beside, or a list of messages"
-        )
+        raise make_value_error(key, chosen, "with a 'prompt' beside, or a list of messages")
     _add_history(fields, conversation)
     _add_role_text(_pop_question(fields, prompt_key), prompt_key, "user", conversation)
     _add_role_text(chosen, key, "assistant", conversation)
@@ -610,7 +605,7 @@ def _add_history(fields: Fields, conversation: Conversation) -> None:
             continue
         if not isinstance(pair, list) or len(pair) != 2:
             allowed = "a pair of the user's text and the answer"
-            raise MalformedRowError(f"history[{index}]", format_found_value(pair), allowed)
+            raise make_value_error(f"history[{index}]", pair, allowed)
         conversation.add_text("user", pair[0], f"history[{index}][0]")
         conversation.add_text("assistant", pair[1], f"history[{index}][1]")
 
@@ -743,9 +738,7 @@ def _parse_mask(fields: Fields, key: str, ids: list[int]) -> list[bool]:
     for index, (value, token) in enumerate(zip(mask, ids, strict=True)):
         allowed = (-100, token) if key == "labels" else (0, 1)
         if value not in allowed:
-            raise MalformedRowError(
-                f"{key}[{index}]", format_found_value(value), " or ".join(map(str, allowed))
-            )
+            raise make_value_error(f"{key}[{index}]", value, " or ".join(map(str, allowed)))
     return [value != -100 if key == "labels" else bool(value) for value in mask]
 
 
