@@ -420,7 +420,13 @@ class ServingEngine(SyncEndpointClient):
     async def _identify_engine(self) -> None:
         reply = await self.client.request_json("GET", "v1/models")
         try:
-            served = _choose_model(reply["data"], self.endpoint.model)
+            by_name = {each["id"]: each for each in reply["data"]}
+            model = self.endpoint.model or reply["data"][0]["id"]
+            if model not in by_name:
+                raise RequestFailedError(
+                    f"model={model}: not served; allowed: {', '.join(map(str, by_name))}"
+                )
+            served = by_name[model]
             self.name, self.model = str(served["owned_by"]), str(served["id"])
             adapters = [each for each in reply["data"] if each.get("parent") == self.model]
             self.adapters = [str(each["id"]) for each in adapters]
@@ -438,20 +444,6 @@ class ServingEngine(SyncEndpointClient):
             raise RequestFailedError(
                 f"drafts {self.depth} tokens; the baseline is the same server without a draft head"
             )
-
-
-def _choose_model(listed: list[dict], model: str | None) -> dict:
-    """Choose the listed model of a name, or the first one if the name is None.
-
-    Raises:
-        RequestFailedError: the server does not list the model.
-    """
-    by_name = {each["id"]: each for each in listed}
-    if model is not None and model not in by_name:
-        raise RequestFailedError(
-            f"model={model}: not served; allowed: {', '.join(map(str, by_name))}"
-        )
-    return listed[0] if model is None else by_name[model]
 
 
 class _VllmProtocol(EngineProtocol):
