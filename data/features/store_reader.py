@@ -156,11 +156,9 @@ class StoredDataset(Dataset):
         if TEACHER_LOG_PROBS in row:
             row[TEACHER_LOG_PROBS][num_tokens:] = NO_PROBABILITY
         # Positions start at 0 in each document and are 0 on padding.
-        indices = torch.arange(len(documents))
-        is_start = torch.ones_like(documents, dtype=torch.bool)
-        is_start[1:] = documents[1:] != documents[:-1]
-        is_start |= documents < 0
-        positions = indices - torch.where(is_start, indices, 0).cummax(0).values
+        lengths = torch.unique_consecutive(documents[:num_tokens], return_counts=True)[1]
+        positions = torch.zeros_like(ids)
+        positions[:num_tokens] = torch.cat([torch.arange(each) for each in lengths.tolist()])
         return {**row, "input_ids": ids, "document_ids": documents, "position_ids": positions}
 
 
