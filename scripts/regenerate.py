@@ -195,7 +195,7 @@ async def make_endpoint(config: RegenerateRun) -> Endpoint:
     if config.model is not None:
         return endpoint
     async with EndpointClient(endpoint, concurrency=1) as client:
-        return replace(endpoint, model=await client.first_model())
+        return replace(endpoint, model=str((await client.request_models())[0]["id"]))
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row
@@ -444,7 +444,8 @@ async def answer_from_endpoint(
         "top_p": 1.0,
     }
     async with EndpointClient(endpoint, config.concurrency) as client:
-        if await client.tells_token_ids():
+        # vLLM returns token ids on request.
+        if all(model.get("owned_by") == "vllm" for model in await client.request_models()):
             # Text that the server's parsers leave unchanged must contain all that the ids do.
             settings |= {"return_token_ids": True, "skip_special_tokens": False}
             # Otherwise it samples according to the target's generation_config.json.

@@ -118,14 +118,6 @@ class EndpointClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def first_model(self) -> str:
-        """Return the name of the first model that the server lists.
-
-        Raises:
-            InputError: as `request_models`.
-        """
-        return str((await self.request_models())[0]["id"])
-
     async def request_models(self) -> list[dict]:
         """Request the models that the server lists, at least one, each with an `id`.
 
@@ -179,10 +171,6 @@ class EndpointClient:
             raise RequestFailedError("the reply has no choices[0].message.content") from error
         is_complete = choice.get("finish_reason") in COMPLETE_REASONS
         return Answer(message, not is_complete, choice.get("token_ids"))
-
-    async def tells_token_ids(self) -> bool:
-        """Tell whether the server returns token ids on request, as vLLM does."""
-        return all(model.get("owned_by") == "vllm" for model in await self.request_models())
 
     async def request_json(self, method: str, path: str, body: dict | None = None) -> dict:
         """Send a request until it succeeds.
@@ -423,7 +411,7 @@ def request_continuations(
         ThreadPoolExecutor(concurrency) as threads,
         SyncEndpointClient(endpoint, concurrency) as server,  # its end cancels what is in flight
     ):
-        model = server.portal.call(server.client.first_model)
+        model = server.portal.call(server.client.request_models)[0]["id"]
         try:
             return list(threads.map(request_one, prompts, request_settings))
         except (RequestFailedError, RequestRefusedError) as error:
