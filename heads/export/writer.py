@@ -59,13 +59,11 @@ LOADER_VERSIONS = {
     ExportFormat.llamacpp: "llama.cpp b11434",
 }
 """Engine versions whose loaders were read."""
-SERVED_HEADS = {
-    ExportFormat.llamacpp: (
-        "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
-        "and dspark.py"
-    )
-}
-"""Heads that an engine serves, if few, for the message to owners of others."""
+LLAMACPP_HEADS = (
+    "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
+    "and dspark.py"
+)
+"""Heads that llama.cpp serves, for the message to owners of others."""
 PARITY = Path("parity") / "parity.safetensors"
 MOST_IDS = 8192
 """Largest vocabulary of which all ids are kept."""
@@ -81,11 +79,11 @@ def check_format(head: DraftHead, engine: ExportFormat) -> None:
     """
     problem = head.plan_export(engine).problem
     if problem is not None:
-        more = SERVED_HEADS.get(engine, "")
+        more = f"; {LLAMACPP_HEADS}" if engine is ExportFormat.llamacpp else ""
         allowed = [each.value for each in ExportFormat if head.plan_export(each).problem is None]
         raise InputError(
             f"format={engine.value}: {ENGINE_NAMES[engine]} {problem}; allowed for this head: "
-            f"{', '.join(allowed) or 'none'}{more and f'; {more}'}"
+            f"{', '.join(allowed) or 'none'}{more}"
         )
 
 
@@ -139,8 +137,7 @@ def list_serving_warnings(head: DraftHead, target: EmbeddingsAndOutputHead) -> l
     if problem is None or split_gguf_path(target.name):
         unserved = target_hint(target.config.model_type)
         if problem is not None and not unserved:
-            served = SERVED_HEADS[ExportFormat.llamacpp]
-            unserved = f"llama.cpp, which serves GGUF files, {problem}; {served}."
+            unserved = f"llama.cpp, which serves GGUF files, {problem}; {LLAMACPP_HEADS}."
         lines.append(unserved)
     return [line for line in lines if line]
 
