@@ -261,10 +261,9 @@ def detect_form(rows: Sequence[Row], path: str, columns: Mapping[str, str] | Non
         {name: value.get(columns[name]) for name in columns} if isinstance(value, dict) else {}
         for value in values
     ]
-    for candidates in (named, [_rename_fields(value, columns)[0] for value in values]):
-        form = next((form for form in map(_find_form, candidates) if form), None)
-        if form:
-            return form
+    candidates = chain(named, (_rename_fields(value, columns)[0] for value in values))
+    if form := next(filter(None, map(_find_form, candidates)), None):
+        return form
     first = rows[0].parse_raw()
     keys = ", ".join(key for form_keys, _ in FORMS.values() for key in form_keys)
     fields = first.value if isinstance(first.value, dict) and first.value else {"FIELD": ""}

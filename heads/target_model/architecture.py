@@ -256,9 +256,7 @@ class AttentionPattern:
     def windows(self) -> list[int | None]:
         """Return the window of each attention layer; None for full or chunked layers."""
         windows = {FULL: None, SLIDING: self.window, CHUNKED: None}
-        return [
-            windows[layer_type] for layer_type in self._attention_types if layer_type in windows
-        ]
+        return [windows[name] for name in self._attention_types if name in windows]
 
     @property
     def chunks(self) -> dict[int, int]:
