@@ -156,15 +156,7 @@ def check_head_files(
 def format_size_mismatch(
     name: str, size: object, trained_for: str, path: str, target_size: object
 ) -> str:
-    """Format the message for a head of another size than the target's.
-
-    Args:
-        name: size that differs.
-        size: the head's size.
-        trained_for: target that the head names.
-        path: `target.path`.
-        target_size: the target's size.
-    """
+    """Format the message for a head of another size than the target's."""
     return (
         f"head.path: this head has {name}={size} (trained for {trained_for}), but "
         f"target.path={path} has {target_size}; use the head's own target"

@@ -80,13 +80,7 @@ class HiddenStatesPool:
         return self._threads.submit(self.request_states, token_ids)
 
     def request_states(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """Request the hidden states of a document.
-
-        Args:
-            token_ids: S tokens.
-
-        Returns:
-            Tensors [S, D], as from `HiddenStatesClient.request_states`.
+        """Request the hidden states [S, D] of a document, as `HiddenStatesClient.request_states`.
 
         Raises:
             HiddenStatesError: all attempts failed.

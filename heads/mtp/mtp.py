@@ -375,13 +375,7 @@ def build_mtp_config(config: Any, family: str, name: str, sparse: bool) -> MtpHe
 
 
 def build_layer_settings(config: Any, family: MtpFamily, sparse: bool) -> dict[str, Any]:
-    """Build the settings of a model with one decoder layer, like the target's last layers.
-
-    Args:
-        config: config of the target's text part.
-        family: family of the target.
-        sparse: whether the layer is a mixture of experts.
-    """
+    """Build the settings of one decoder layer like the target's last; see `build_mtp_config`."""
     settings = {k: v for k, v in config.to_dict().items() if k not in MODEL_KEYS}
     single_layer = {
         "num_hidden_layers": 1,
