@@ -10,6 +10,7 @@ Letters: B texts, n tokens of one, m tokens, w nodes of a level.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ WASTE = 1.25  # tokens run per token read, with documents padded to one length
 
 
 def wrap_mixers(decoder: Any, name: str) -> None:
-    """Replace the `forward` of every recurrent part of a decoder by a `Mixer`.
+    """Replace the `forward` of every recurrent part of a decoder by `_run_mixer`.
 
     One token is run to find these parts: the innermost modules that get a cache and store more than
     keys and values there.
@@ -53,7 +54,7 @@ def wrap_mixers(decoder: Any, name: str) -> None:
                 f"transformers' own: {type(error).__name__}: {error}"
             ) from error
     for number, (module, layer) in enumerate(cache.layer_by_module.items()):
-        module.forward = Mixer(number, layer, module.forward)
+        module.forward = partial(_run_mixer, number, layer, module.forward)
 
 
 class _StateKeepers(DynamicCache):
@@ -85,58 +86,47 @@ class _StateKeepers(DynamicCache):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
 
-class Mixer:
-    """Recurrent part of a decoder layer, which replaces its module's `forward`.
+def _run_mixer(
+    number: int, layer: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a recurrent part on tokens [B, n, ...], after those of a cache or as documents.
 
-    Args:
-        number: index among the model's mixers.
-        layer: layer by which the module finds its state in a cache.
-        forward: the module's own `forward`.
+    `number` is its index among the model's mixers; by `layer` it finds its state in a cache.
     """
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    now = current_pass()
+    if isinstance(cache, TreeCache):
+        assert cache.states is not None
+        return _run_pending(_Call(forward, args, kwargs), cache.states, number, layer)
+    if cache is None and isinstance(now, DocumentPass):
+        return _run_documents(_Call(forward, args, kwargs), now)
+    return forward(*args, **kwargs)
 
-    def __init__(self, number: int, layer: int, forward: Callable[..., Any]) -> None:
-        self.number, self.layer, self.forward = number, layer, forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on tokens [B, n, ...], after those of a cache or as documents."""
-        cache = next(
-            (value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None
-        )
-        now = current_pass()
-        if isinstance(cache, TreeCache):
-            assert cache.states is not None
-            return self._run_pending(_Call(self.forward, args, kwargs), cache.states)
-        if cache is None and isinstance(now, DocumentPass):
-            return _run_documents(_Call(self.forward, args, kwargs), now)
-        return self.forward(*args, **kwargs)
+def _run_pending(call: "_Call", states: RecurrentStates, number: int, layer: int) -> Any:
+    """Run certain tokens, texts with equally many together; or draft tokens by depth."""
 
-    def _run_pending(self, call: "_Call", states: RecurrentStates) -> Any:
-        """Run certain tokens, texts with equally many together; or draft tokens by depth."""
-        if states.num_certain:
-            for texts, tokens in states.group_by_length(call.device):
-                committed = torch.zeros_like(texts[:, 0])
-                self._run_rows(call, states, (texts, tokens), before=committed, after=committed)
-            return call.collect_output()
-        for level in states.by_depth:
-            nodes, parents = (
-                numbers.to(call.device).expand(call.shape[0], -1).reshape(-1, 1)
-                for numbers in (level.nodes, level.parents)
-            )
-            texts = torch.arange(call.shape[0], device=call.device).unsqueeze(1)
-            texts = texts.expand(-1, level.nodes.shape[1]).reshape(-1, 1)
-            after = 1 + states.num_earlier + nodes[:, 0]
-            self._run_rows(call, states, (texts, nodes), before=parents[:, 0], after=after)
-        return call.collect_output()
-
-    def _run_rows(
-        self, call: "_Call", states: RecurrentStates, run: tuple[Tensor, Tensor], before: Tensor,
-        after: Tensor,
-    ) -> None:  # fmt: skip
+    def run_rows(texts: Tensor, tokens: Tensor, before: Tensor, after: Tensor) -> None:
         """Run rows [m, n] of texts and tokens, each from one state [m] to another."""
-        texts = run[0][:, 0]
-        state = states.select_states(self.number, texts, before)
-        call.run_tokens(*run, states.make_layer_cache(self.layer, state))
-        states.store_states(self.number, texts, after, states.collect_layer_states(self.layer))
+        state = states.select_states(number, texts[:, 0], before)
+        call.run_tokens(texts, tokens, states.make_layer_cache(layer, state))
+        states.store_states(number, texts[:, 0], after, states.collect_layer_states(layer))
+
+    if states.num_certain:
+        for texts, tokens in states.group_by_length(call.device):
+            committed = torch.zeros_like(texts[:, 0])
+            run_rows(texts, tokens, before=committed, after=committed)
+        return call.collect_output()
+    for level in states.by_depth:
+        nodes, parents = (
+            numbers.to(call.device).expand(call.shape[0], -1).reshape(-1, 1)
+            for numbers in (level.nodes, level.parents)
+        )
+        texts = torch.arange(call.shape[0], device=call.device).unsqueeze(1)
+        texts = texts.expand(-1, level.nodes.shape[1]).reshape(-1, 1)
+        after = 1 + states.num_earlier + nodes[:, 0]
+        run_rows(texts, nodes, before=parents[:, 0], after=after)
+    return call.collect_output()
 
 
 def _run_documents(call: "_Call", document_pass: DocumentPass) -> Any:
