@@ -191,9 +191,8 @@ def _check_stated(gguf: GgufTarget, config: Any) -> None:
         name: None if key in by_layer else getattr(config, key, None)
         for name, key in STATED.items()
     }
-    stated["block_count"] = count_layers(config) + (
-        gguf.get_arch_metadata("nextn_predict_layers") or 0
-    )
+    num_further = gguf.get_arch_metadata("nextn_predict_layers") or 0
+    stated["block_count"] = count_layers(config) + num_further
     stated["rope.freq_base"] = find_rope(config)["rope_theta"]
     advice = f"put the config.json of the original model into {gguf.folder}"
     for name, config_value in stated.items():
@@ -249,10 +248,7 @@ def _save_tokenizer(gguf: GgufTarget, staging: Path) -> None:
     """Write the tokenizer beside the file, or else the file's own."""
     own = not _has_tokenizer_beside(gguf)
     of_file = {"gguf_file": gguf.name} if own else {}
-    tokens, kind = (
-        gguf.get_metadata("tokenizer.ggml.tokens"),
-        gguf.get_metadata("tokenizer.ggml.model"),
-    )
+    tokens, kind = (gguf.get_metadata(f"tokenizer.ggml.{key}") for key in ("tokens", "model"))
     if own and (kind not in VOCABULARIES or not tokens):
         raise InputError(
             f"{gguf.label}: its vocabulary has type {kind}, but transformers reads "

@@ -81,18 +81,17 @@ def identify_target(config: TargetConfig, tokenizer: Any, dtype: torch.dtype) ->
             "quantization": config.quantization.value,
         }
     template = tokenizer.chat_template
-    adapter = config.adapter and _resolve_file(
-        "target.adapter", config.adapter, "adapter_config.json", None
-    )
+    adapter_weights = None
+    if config.adapter:
+        adapter_file = _resolve_file("target.adapter", config.adapter, "adapter_config.json", None)
+        adapter_weights = compute_weights_checksum(adapter_file.parent, "adapter_model")
     return TargetIdentity(
         name=config.path,
         revision=extract_commit_hash(file.as_posix(), None),
         tokenizer=_compute_sha256(rules or _collect_tokenizer_rules(tokenizer)),
         template=None if template is None else _compute_sha256(template),
         adapter=config.adapter or config.adapter_name,
-        adapter_weights=compute_weights_checksum(adapter.parent, "adapter_model")
-        if adapter
-        else None,
+        adapter_weights=adapter_weights,
         dtype=str(dtype).removeprefix("torch."),
         **own_facts,
     )

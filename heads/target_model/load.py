@@ -54,8 +54,6 @@ FINAL_NORMS = (
 )
 MOST_PARAMETERS = 3e9
 """Most parameters of first layers and embedding to load for a comparison."""
-SCALED_BY_DEPTH = ("scale_depth",)
-"""Settings by which the number of layers changes each layer (MiniCPM)."""
 ALONE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of first layers that cannot run alone: Gemma 4's share the caches of later ones."""
 BEHIND_LAYERS = ("hc_head", "altup_unembed_projections", "final_input", "project_out")
@@ -464,7 +462,7 @@ def load_early_layers(config: TargetConfig, index: int) -> Callable[[list[int]],
     quantised = (
         hasattr(whole, "quantization_config") or split_gguf_path(str(config.path)) is not None
     )
-    by_depth = any(hasattr(text, name) for name in SCALED_BY_DEPTH)
+    by_depth = hasattr(text, "scale_depth")  # the number of layers changes each layer (MiniCPM)
     if quantised or by_depth or config.adapter_name or config.trust_remote_code:
         return None
     states: dict[int, Tensor] = {}
