@@ -93,7 +93,7 @@ class Endpoint:
         return f"{self.setting}={self.url}"
 
 
-class EndpointClient:
+class EndpointClient(httpx.AsyncClient):
     """Connection pool to one endpoint, as an asynchronous context manager."""
 
     def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
@@ -103,20 +103,13 @@ class EndpointClient:
             endpoint: the server.
             concurrency: number of connections to keep.
         """
-        self.endpoint = endpoint
-        self.num_retries = 0
         key = endpoint.api_key
-        self._http = httpx.AsyncClient(
+        super().__init__(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=endpoint.timeout_s,
             limits=httpx.Limits(max_connections=concurrency),
         )
-
-    async def __aenter__(self) -> "EndpointClient":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        self.endpoint, self.num_retries = endpoint, 0
 
     async def request_models(self) -> list[dict]:
         """Request the models that the server lists, at least one, each with an `id`.
@@ -139,7 +132,7 @@ class EndpointClient:
         """Request the server's version, which vLLM gives beside its base URL; None if unknown."""
         root = self.endpoint.url.rstrip("/").removesuffix("/v1")
         try:
-            response = await self._http.get(f"{root}/version")
+            response = await self.get(f"{root}/version")
             reply = response.json() if response.is_success else {}
         except (httpx.RequestError, ValueError):
             return None
@@ -208,7 +201,7 @@ class EndpointClient:
         """
         url = f"{self.endpoint.url.rstrip('/')}/{path}"
         try:
-            async with self._http.stream("POST", url, json=body) as response:
+            async with self.stream("POST", url, json=body) as response:
                 if not response.is_success:
                     await response.aread()
                     raise _make_final_error(
@@ -237,7 +230,7 @@ class EndpointClient:
         for attempt in itertools.count():
             wait_s = min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
             try:
-                response = await self._http.request(method, url, json=body)
+                response = await self.request(method, url, json=body)
                 if response.is_success:
                     return parse(response)
                 problem = self._format_problem(response)
