@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,14 +144,14 @@ def _build_header(fields: Sequence[TensorSpec], num_tokens: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class ShardWriterPool:
+class ShardWriterPool(ThreadPoolExecutor):
     """Pool of threads that write. The error of a job is raised by the next call.
 
-    The pool is a context manager, which waits for all jobs at the end.
+    At its end the pool waits for all jobs.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(NUM_WRITERS)
+        super().__init__(NUM_WRITERS)
         self._pending: set[Future[None]] = set()
 
     def submit_job(self, job: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class ShardWriterPool:
         while len(self._pending) >= NUM_WRITERS:
             wait(self._pending, return_when=FIRST_COMPLETED)
             self.raise_job_error()
-        self._pending.add(self._pool.submit(job))
+        self._pending.add(self.submit(job))
 
     def raise_job_error(self) -> None:
         """Raise the error of a finished job, if any."""
@@ -168,11 +168,8 @@ class ShardWriterPool:
         for future in ended:
             future.result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown(wait=True)
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)
         if kind is None:
             self.raise_job_error()
 
