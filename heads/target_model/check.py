@@ -29,7 +29,6 @@ from conf.command.run_record import compute_code_checksum
 from conf.errors import InputError
 from conf.files import cache_dir, load_json, write_atomically
 from conf.settings.target import TargetConfig
-from heads.decoding.cache import TreeCache
 from heads.layers.documents import Documents
 from heads.target_model.decoder import MODEL_ERRORS
 from heads.target_model.identity import identify_target
@@ -215,82 +214,68 @@ def _compare_documents(target: Target, text: Tensor, by_kernel: bool) -> str:
 def _compare_drafts(target: Target, text: Tensor) -> str:
     """Describe the difference of prompts and of drafts after them; empty without one."""
     try:
-        return _DraftCheck(target, text).find_difference()
+        return _find_draft_difference(target, text)
     except MODEL_ERRORS as error:
         return f"{type(error).__name__}: {error}"
 
 
-class _DraftCheck:
-    """Two texts, the second a part of the first, drafted for and continued by `ids` [1, n]."""
+@torch.no_grad()
+def _find_draft_difference(target: Target, text: Tensor) -> str:
+    """Describe the first difference of prompts and of drafts after them; empty without one.
 
-    def __init__(self, target: Target, ids: Tensor) -> None:
-        self.target, self.ids = target, ids[0]
-        longest = len(self.ids) - NUM_BEHIND
-        shorter, switch = longest - SHORTER, target.long_rope.switch
-        if switch is not None and switch < longest:
-            # Both sides of a switch of frequencies; no drafted text may cross it.
-            shorter = switch - NUM_BEHIND
-        self.lengths = [longest, shorter]
-        self.prompts, self.texts = list(self.lengths), [0, 1]
-        # A recurrent layer of transformers may treat one token and many differently.
-        compute = _compute_decoded_logits if target.is_recurrent else _compute_own_logits
-        self.expected = [
-            compute(target, ids[:, : length + NUM_BEHIND], NUM_BEHIND + 1)
-            for length in self.lengths
+    Two texts, the second a part of the first, are drafted for and continued by `text` [1, n].
+    """
+    ids, device = text[0], text.device
+    longest = len(ids) - NUM_BEHIND
+    shorter, switch = longest - SHORTER, target.long_rope.switch
+    if switch is not None and switch < longest:
+        # Both sides of a switch of frequencies; no drafted text may cross it.
+        shorter = switch - NUM_BEHIND
+    prompts, lengths, texts = (longest, shorter), [longest, shorter], [0, 1]
+    # A recurrent layer of transformers may treat one token and many differently.
+    compute = _compute_decoded_logits if target.is_recurrent else _compute_own_logits
+    expected = [compute(target, text[:, : size + NUM_BEHIND], NUM_BEHIND + 1) for size in prompts]
+
+    def compare_states(name: str, output: TargetOutput, nodes: list[int], depths: list[int]) -> str:
+        """Describe the difference of the states of nodes at depths after the texts."""
+        places = torch.tensor([nodes] * len(lengths), device=device)
+        states = output.select_tokens(places).hidden_states.flatten(0, 1)
+        own = [
+            expected[each][length + depth + 1 - prompts[each]]
+            for each, length in zip(texts, lengths, strict=True)
+            for depth in depths
         ]
+        logits = target.compute_logits(states).float()
+        difference = _describe_difference(target, logits, torch.stack(own))
+        return difference and f"{name}, after texts of {lengths} tokens, {difference}"
 
-    @torch.no_grad()
-    def find_difference(self) -> str:
-        """Describe the first difference; empty without one."""
-        cache = self.target.new_cache(2)
-        rows = [self.ids[:length].tolist() for length in self.lengths]
-        output = prefill(self.target, cache, rows)
-        last = output.select_tokens(
-            torch.tensor(self.lengths, device=self.ids.device).unsqueeze(1) - 1
-        )
-        difference = self._compare_states("a prompt", last, [0], [-1])
-        for name, parents, right, num_kept in (
-            ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
-            ("a draft after a kept part of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
-        ):
-            difference = difference or self._draft(cache, name, parents, right, num_kept)
-        cache.select_rows([1])
-        self.target.state_bytes = cache.states.bytes_per_token if cache.states else 0
-        self.lengths, self.texts = self.lengths[1:], [1]
-        return difference or self._draft(cache, "a draft after a text ended", [0, 0], [0, 1], [1])
-
-    def _draft(
-        self, cache: TreeCache, name: str, parents: list[int], right: list[int], num_kept: list[int]
-    ) -> str:
+    def draft(name: str, parents: list[int], right: list[int], num_kept: list[int]) -> str:
         """Run a tree whose `right` nodes continue the texts, and keep the first of them."""
-        device, num_nodes = self.ids.device, len(parents)
+        num_nodes = len(parents)
         mask = torch.eye(num_nodes, dtype=torch.bool, device=device)
         for node in range(1, num_nodes):
             mask[node] |= mask[parents[node]]
         depths = mask.sum(-1) - 1
-        rows = torch.stack([self.ids[length + depths] for length in self.lengths])
+        rows = torch.stack([ids[length + depths] for length in lengths])
         wrong = [node for node in range(num_nodes) if node not in right]
-        rows[:, wrong] = (rows[:, wrong] + 1) % self.target.vocab_size
+        rows[:, wrong] = (rows[:, wrong] + 1) % target.vocab_size
         is_chain = parents[1:] == list(range(num_nodes - 1))
-        output = self.target.run_pending(
-            cache, rows, None if is_chain else mask[None], depths[None]
-        )
-        difference = self._compare_states(name, output, right, depths[right].tolist())
+        output = target.run_pending(cache, rows, None if is_chain else mask[None], depths[None])
+        difference = compare_states(name, output, right, depths[right].tolist())
         cache.commit([right[:num] for num in num_kept])
-        self.lengths = [length + num for length, num in zip(self.lengths, num_kept, strict=True)]
+        lengths[:] = [length + num for length, num in zip(lengths, num_kept, strict=True)]
         return difference
 
-    def _compare_states(
-        self, name: str, output: TargetOutput, nodes: list[int], depths: list[int]
-    ) -> str:
-        """Describe the difference of the states of nodes at depths after the texts."""
-        places = torch.tensor([nodes] * len(self.lengths), device=self.ids.device)
-        states = output.select_tokens(places).hidden_states.flatten(0, 1)
-        own = [
-            self.expected[text][length + depth + 1 - self.prompts[text]]
-            for text, length in zip(self.texts, self.lengths, strict=True)
-            for depth in depths
-        ]
-        logits = self.target.compute_logits(states).float()
-        difference = _describe_difference(self.target, logits, torch.stack(own))
-        return difference and f"{name}, after texts of {self.lengths} tokens, {difference}"
+    cache = target.new_cache(2)
+    output = prefill(target, cache, [ids[:length].tolist() for length in lengths])
+    last = output.select_tokens(torch.tensor(lengths, device=device).unsqueeze(1) - 1)
+    difference = compare_states("a prompt", last, [0], [-1])
+    for name, parents, right, num_kept in (
+        ("a draft tree", PARENTS, RIGHT, [len(RIGHT), 1]),
+        ("a draft after a kept part of a tree", [0, 0, 1], [0, 1, 2], [1, 2]),
+    ):
+        difference = difference or draft(name, parents, right, num_kept)
+    cache.select_rows([1])
+    target.state_bytes = cache.states.bytes_per_token if cache.states else 0
+    lengths, texts = lengths[1:], [1]
+    return difference or draft("a draft after a text ended", [0, 0], [0, 1], [1])
