@@ -18,6 +18,7 @@ vocabulary, R ids whose logits are kept.
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -391,16 +392,11 @@ def _collect_hidden_states(target: Target, token_ids: Tensor) -> list[Tensor]:
     def record_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs[module] = extract_hidden_state(args or kwargs["hidden_states"], active)
 
-    handles = [
-        block.register_forward_pre_hook(record_input, with_kwargs=True)
-        for block in target.decoder_layers
-    ]
-    try:
+    with ExitStack() as undo:
+        for block in target.decoder_layers:
+            undo.callback(block.register_forward_pre_hook(record_input, with_kwargs=True).remove)
         ids = token_ids.unsqueeze(0).to(target.device)
         states = [target.decoder(input_ids=ids, use_cache=False).last_hidden_state]
-    finally:
-        for handle in handles:
-            handle.remove()
     for block in reversed(target.decoder_layers):
         states.append(inputs[block] if block in inputs else states[-1].clone())
     return [each[0].cpu() for each in reversed(states)]

@@ -19,7 +19,7 @@ Letters: B sequences, T or n tokens, D hidden, n streams of a residual.
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -324,12 +324,10 @@ def count_layer_outputs(blocks: nn.ModuleList, run: Callable[[], Any], name: str
         beside.extend(part for part in parts[1:] if isinstance(part, Tensor))
         numbers.append(len(parts))
 
-    handles = [block.register_forward_hook(count_outputs, with_kwargs=True) for block in blocks]
-    try:
+    with ExitStack() as undo:
+        for block in blocks:
+            undo.callback(block.register_forward_hook(count_outputs, with_kwargs=True).remove)
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return numbers
 
 
