@@ -15,7 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import sub
+from operator import itemgetter, sub
 from typing import Any
 
 from conf.command.clock import Stopwatch
@@ -171,6 +171,7 @@ class EngineProtocol(ABC):
         drafts_end_with_text: whether the engine never drafts beyond the end of a text.
         path: path of requests for a text, below the server's address.
         hides_counts: option with which a server counts no drafts.
+        find_ids: finds the token ids of a reply, or raises any error of indexing.
         missing_ids: what a reply without token ids tells.
         depth: number of draft tokens of a pass; 0 without a draft head.
     """
@@ -178,6 +179,7 @@ class EngineProtocol(ABC):
     drafts_end_with_text = False
     path: str
     hides_counts = ""
+    find_ids: Callable[[Any], list[int]]
     missing_ids: str
 
     def __init__(self, client: EndpointClient, model: str) -> None:
@@ -201,10 +203,6 @@ class EngineProtocol(ABC):
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         """Build the JSON body of a request for a text."""
 
-    @abstractmethod
-    def _get_token_ids(self, reply: Any) -> list[int]:
-        """Return the token ids of a reply; raise any error of indexing if there are none."""
-
     def parse_token_ids(self, reply: dict) -> list[int]:
         """Parse the token ids of a reply, or of one piece of a streamed reply.
 
@@ -212,7 +210,7 @@ class EngineProtocol(ABC):
             RequestFailedError: the reply has no token ids.
         """
         try:
-            return list(self._get_token_ids(reply))
+            return list(self.find_ids(reply))
         except (KeyError, IndexError, TypeError) as error:
             raise RequestFailedError(f"the reply has no {self.missing_ids} is too old") from error
 
@@ -450,6 +448,7 @@ class _VllmProtocol(EngineProtocol):
     path = "v1/completions"
     hides_counts = "--disable-log-stats"
     missing_ids = "choices[0].token_ids: vLLM"
+    find_ids = staticmethod(lambda r: r["choices"][0]["token_ids"] if r["choices"] else [])
 
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         return {
@@ -463,15 +462,13 @@ class _VllmProtocol(EngineProtocol):
             **({"cache_salt": request.salt} if request.salt else {}),
         }
 
-    def _get_token_ids(self, reply: Any) -> list[int]:
-        return reply["choices"][0]["token_ids"] if reply["choices"] else []
-
 
 class _LlamaCppProtocol(EngineProtocol):
     drafts_end_with_text = True
     path = "completion"
     hides_counts = "--spec-draft-p-min"
     missing_ids = "tokens: llama.cpp"
+    find_ids = itemgetter("tokens")
 
     async def find_draft_depth(self, drafts: bool) -> None:
         """See `EngineProtocol`. A first text is drafted, as no position is counted before one."""
@@ -495,15 +492,13 @@ class _LlamaCppProtocol(EngineProtocol):
             **request.settings,
         }
 
-    def _get_token_ids(self, reply: Any) -> list[int]:
-        return reply["tokens"]
-
 
 class _SglangProtocol(EngineProtocol):
     """Protocol of an engine that returns counts with each text."""
 
     path = "generate"
     missing_ids = "output_ids: SGLang"
+    find_ids = itemgetter("output_ids")
 
     async def find_draft_depth(self, drafts: bool) -> None:
         settings = await self.client.request_json("GET", "get_server_info")
@@ -523,9 +518,6 @@ class _SglangProtocol(EngineProtocol):
         sampling = {"max_new_tokens": request.max_new_tokens, "repetition_penalty": 1.0}
         sampling |= {key: value for key, value in request.settings.items() if key != "seed"}
         return {"input_ids": prompt_ids, "sampling_params": sampling}
-
-    def _get_token_ids(self, reply: Any) -> list[int]:
-        return reply["output_ids"]
 
     async def request_draft_counters(self) -> list[int]:
         return []
