@@ -11,7 +11,6 @@ of channels, V vocabulary, W drafted ids, r compared ids or, for a selector or a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from eval.parity.decoder import (
     Shapes,
     check_trained_layers,
 )
-from eval.parity.engine_config import EngineConfig
 from eval.parity.export_files import Export, ReferenceLogits
 
 TITLES = {
@@ -59,12 +57,19 @@ CONFIDENCE = "confidence_head.proj"
 def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
     """Build the head of an export. See `eval.parity.parity_check.Reader`."""
     reader = BlockConfigReader(export, golden)
-    if export.kind == "dspark":
-        return ServedDSpark(export, golden, _parse_dspark_shape(reader))
-    sizes = _parse_dflash_sizes(reader)
+    sizes, block = reader.parse_block_sizes(), reader.block
     if export.kind == "dflash":
         return ServedBlocks(export, golden, BlockShape(**sizes))
-    block = reader.block
+    if export.kind == "dspark":
+        markov = block.require_key("markov_head_type", str, "takes vanilla")
+        served = ("vanilla",) if export.format == "vllm" else ("vanilla", "gated", "rnn")
+        block.check_allowed("markov_head_type", *served)
+        rank = block.require_key("markov_rank", int, "takes 256 or none")
+        with_markov = block.require_key("confidence_head_with_markov", bool, "takes false, or true")
+        has_confidence = block.require_key("enable_confidence_head", bool, "takes false, or true")
+        confidence_size = sizes["hidden_size"] + rank * with_markov if has_confidence else 0
+        shape = DSparkShape(**sizes, markov=markov, rank=rank, confidence_size=confidence_size)
+        return ServedDSpark(export, golden, shape)
     # Rows of a block see each other.
     block.check_allowed("causal", False)
     block.check_allowed("sliding_window_non_causal", True)
@@ -74,34 +79,6 @@ def build_head(export: Export, golden: ReferenceLogits) -> "ServedBlocks":
         if name in block.values:
             sizes[name] = block.require_key(name, float, "scales nothing")
     return ServedDFlash2(export, golden, DFlash2Shape(**sizes))
-
-
-def _parse_dspark_shape(reader: "BlockConfigReader") -> "DSparkShape":
-    root = reader.root
-    anchored = root.require_key("sample_from_anchor", bool, GUESSES)
-    causal = reader.parse_causal(root, "is_causal")
-    sizes = reader.parse_block_sizes(root, anchored=anchored, causal=causal)
-    markov = root.require_key("markov_head_type", str, "takes vanilla")
-    served = ("vanilla",) if reader.export.format == "vllm" else ("vanilla", "gated", "rnn")
-    root.check_allowed("markov_head_type", *served)
-    rank = root.require_key("markov_rank", int, "takes 256 or none")
-    with_markov = root.require_key("confidence_head_with_markov", bool, "takes false, or true")
-    has_confidence = root.require_key("enable_confidence_head", bool, "takes false, or true")
-    confidence_size = sizes["hidden_size"] + rank * with_markov if has_confidence else 0
-    return DSparkShape(**sizes, markov=markov, rank=rank, confidence_size=confidence_size)
-
-
-def _parse_dflash_sizes(reader: "BlockConfigReader") -> dict[str, Any]:
-    """Read the fields of `BlockShape` if masked rows draft the tokens at their own places."""
-    root, causal = reader.root, reader.parse_causal(reader.block, "causal")
-    if reader.is_speculators:
-        root.check_equal(
-            "sample_from_anchor", False, "as rows draft the token at their place", "guesses"
-        )
-    else:
-        root.check_allowed("is_causal", causal)
-        root.check_allowed("sample_from_anchor", False)
-    return reader.parse_block_sizes(reader.block, anchored=False, causal=causal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +194,8 @@ class BlockConfigReader(ConfigReader):
     """Reader of the config of a block drafter.
 
     Attributes:
-        block: keys of DFlash heads.
+        is_dspark: whether the head is a DSpark head, whose rows may draft the next token.
+        block: keys of DFlash heads, or of the root that has them in their place.
     """
 
     size_keys = SIZE_KEYS | {
@@ -229,38 +207,40 @@ class BlockConfigReader(ConfigReader):
 
     def __init__(self, export: Export, golden: ReferenceLogits) -> None:
         super().__init__(export, golden, TITLES[export.format])
-        self.block = self.root if self.is_speculators else self.root.get_section("dflash_config")
+        self.is_dspark, self.block = export.kind == "dspark", self.root
+        if not self.is_dspark and not self.is_speculators:
+            self.block = self.root.get_section("dflash_config")
 
-    def parse_block_sizes(
-        self, block: EngineConfig, anchored: bool, causal: bool
-    ) -> dict[str, Any]:
+    def parse_block_sizes(self) -> dict[str, Any]:
         """Read the fields of `BlockShape` as the serving engine builds it.
-
-        Args:
-            block: section with the mask token and, except in speculators, the layers.
-            anchored: value of `sample_from_anchor`.
-            causal: whether rows see no later rows of their block, as the serving engine decides.
 
         Raises:
             InputError: the serving engine would refuse the config, guess a value, or read another
                 value than in training.
         """
-        root = self.root
+        root, layer, anchor = self.root, self.layer, "sample_from_anchor"
         named = ARCHITECTURES[self.export.kind][self.export.format]
         root.check_equal("architectures", [named], "its class", "finds no class")
-        self.layer.check_equal("model_type", "qwen3", "its class", "finds no class")
-        self.layer.check_allowed("attention_bias", False)
+        layer.check_equal("model_type", "qwen3", "its class", "finds no class")
+        layer.check_allowed("attention_bias", False)
         if self.is_speculators:
             self.check_speculators()
         mask = int(self.golden.require_tensor("mask_token_id", (1,)))
-        block.check_equal("mask_token_id", mask, "as it was trained", "has no mask")
-        window, full = self.windows
+        self.block.check_equal("mask_token_id", mask, "as it was trained", "has no mask")
+        window, full = self._parse_windows()
+        causal = self._parse_causal(window, full)
+        anchored = self.is_dspark and root.require_key(anchor, bool, GUESSES)
+        if not self.is_dspark and self.is_speculators:
+            root.check_equal(anchor, False, "as rows draft the token at their place", "guesses")
+        elif not self.is_dspark:
+            root.check_allowed("is_causal", causal)
+            root.check_allowed(anchor, False)
         return self.parse_sizes("both") | {
             "target_hidden_size": root.require_key(
                 "target_hidden_size", int, "takes the head's own"
             ),
             "draft_vocab_size": root.require_key("draft_vocab_size", int, "takes all ids"),
-            "layers": self._parse_layers(block),
+            "layers": self._parse_layers(),
             "block_size": root.require_key("block_size", int, "takes 8 or 16"),
             "drafts_next_token": anchored,
             "causal": causal,
@@ -269,22 +249,20 @@ class BlockConfigReader(ConfigReader):
             "qk_norm": True,
         }
 
-    def _parse_layers(self, block: EngineConfig) -> tuple[int, ...]:
+    def _parse_layers(self) -> tuple[int, ...]:
         """Read the hidden states as indices of `output_hidden_states`, from the engine's own."""
+        key, offset = "target_layer_ids", 1
         if self.is_speculators:
-            key, place, offset = "aux_hidden_state_layer_ids", self.root, 0
-        else:
-            key, place, offset = "target_layer_ids", block, 1
-        ids = [index + offset for index in place.require_key(key, list, "guesses layers")]
+            key, offset = "aux_hidden_state_layer_ids", 0
+        ids = [index + offset for index in self.block.require_key(key, list, "guesses layers")]
         known = range(self.golden.num_layers)
         if ids != sorted(set(ids)) or not set(ids) <= set(known):
-            raise place.make_error(
+            raise self.block.make_error(
                 key, f"each of {list(known)} (less {offset}) once, in rising order"
             )
-        return check_trained_layers(place, self.export, ids)
+        return check_trained_layers(self.block, self.export, ids)
 
-    @cached_property
-    def windows(self) -> tuple[int | None, tuple[int, ...]]:
+    def _parse_windows(self) -> tuple[int | None, tuple[int, ...]]:
         """Read the window, or None, and the layers without a window if others have one.
 
         Raises:
@@ -301,7 +279,7 @@ class BlockConfigReader(ConfigReader):
         window = layer.require_key("sliding_window", int, "takes 4096")
         return window, tuple(number for number, kind in enumerate(kinds) if kind == FULL)
 
-    def parse_causal(self, place: EngineConfig, key: str) -> bool:
+    def _parse_causal(self, window: int | None, full: tuple[int, ...]) -> bool:
         """Tell whether rows of layers with a window see no later rows of their block.
 
         In speculators' format `sliding_window_non_causal` tells, and no other layer can be causal.
@@ -309,7 +287,7 @@ class BlockConfigReader(ConfigReader):
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
         """
-        window, full = self.windows
+        key = "is_causal" if self.is_dspark else "causal"
         if self.is_speculators:
             key = "sliding_window_non_causal"
             is_non_causal = self.root.require_key(key, bool, GUESSES)
@@ -317,10 +295,10 @@ class BlockConfigReader(ConfigReader):
                 raise self.root.make_error(key, "true, as some of its layers see all of the text")
             return not is_non_causal
         if not full:
-            return place.require_key(key, bool, "takes it from layer_types")
-        place.check_allowed(key, False)
+            return self.block.require_key(key, bool, "takes it from layer_types")
+        self.block.check_allowed(key, False)
         # Without the key, engines read layer_types.
-        return key not in place.values
+        return key not in self.block.values
 
 
 class ServedBlocks(ServedLayers):
