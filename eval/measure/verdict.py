@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,23 +41,22 @@ UNMEASURED = (
 
 
 class Outcome(Enum):
-    """What figures say about a head."""
+    """What figures say about a head; the value leads to the next command.
 
-    too_few = auto()
-    """Fewer than `FEWEST_DIALOGUES` dialogues, so there is no interval to judge by."""
-    unclear = auto()
-    """The interval includes the figure that would have to be reached."""
-    weak = auto()
-    """tau and its interval are below `WEAK_TAU`."""
-    slower = auto()
-    """No faster than decoding without drafts."""
-    beaten = auto()
-    """No faster than a method without training."""
-    no_chain = auto()
+    It is a key in `NEXT_COMMANDS`, with the name of the command that has ended in place of `ended`.
+    """
+
+    unclear = "{ended} again"
+    """The interval includes the figure that would have to be reached, or there is none, as fewer
+    than `FEWEST_DIALOGUES` dialogues were measured."""
+    weak = "weak head"
+    """tau and its interval are below `WEAK_TAU`, or the head is no faster than decoding without
+    drafts or than a method without training."""
+    no_chain = "{ended} chain"
     """A head was measured in a way that few engines serve."""
-    alone = auto()
+    alone = "{ended} alone"
     """A server was measured without one to compare it with."""
-    worth = auto()
+    worth = "{ended}"
     """None of the others."""
 
 
@@ -67,19 +66,6 @@ class Verdict:
 
     outcome: Outcome
     sentence: str
-
-
-NEXT = {
-    Outcome.too_few: "{ended} again",
-    Outcome.unclear: "{ended} again",
-    Outcome.no_chain: "{ended} chain",
-    Outcome.alone: "{ended} alone",
-    Outcome.weak: "weak head",
-    Outcome.slower: "weak head",
-    Outcome.beaten: "weak head",
-    Outcome.worth: "{ended}",
-}
-"""Key in `NEXT_COMMANDS` by outcome, for the command that has ended."""
 
 
 def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
@@ -111,7 +97,7 @@ def _judge_chain(row: Mapping[str, Any]) -> Verdict:
     number = count_dialogues(row["prompts"])
     figure = f"tau {row['tau']:.2f} (chain, {_format_basis(row['tau_ci95'], number)})"
     if number < FEWEST_DIALOGUES:
-        return Verdict(Outcome.too_few, f"Too few prompts to judge this head: {figure}.")
+        return Verdict(Outcome.unclear, f"Too few prompts to judge this head: {figure}.")
     if (row["tau_ci95"] or (0.0, row["tau"]))[1] < WEAK_TAU:
         start = f"This head is not worth serving yet: {figure} lies below {COSTS}"
         return Verdict(Outcome.weak, f"{start}; {SUFFIXES}.")
@@ -159,7 +145,7 @@ def _judge_method(name: str, methods: Mapping[str, Any]) -> Verdict:
     rival, num_dialogues = methods[other], count_dialogues(row["prompts"])
     if num_dialogues >= FEWEST_DIALOGUES and rival["speedup"] > max(1.0, row["speedup"]):
         return Verdict(
-            Outcome.beaten,
+            Outcome.weak,
             f"This head is not worth serving: {figure}, but {other} at {rival['speedup']:.2f} "
             f"({_format_basis(rival['speedup_ci95'], count_dialogues(rival['prompts']))}) without "
             "any training.",
@@ -200,9 +186,9 @@ def _judge_bounds(
 ) -> Verdict:
     low, high = bounds or (speedup, speedup)
     if num_dialogues < FEWEST_DIALOGUES:
-        return Verdict(Outcome.too_few, f"Too few prompts to judge this head: {figure}.")
+        return Verdict(Outcome.unclear, f"Too few prompts to judge this head: {figure}.")
     if speedup <= 1 and high <= 1:
-        return Verdict(Outcome.slower, f"This head is not worth serving: {figure}.")
+        return Verdict(Outcome.weak, f"This head is not worth serving: {figure}.")
     if low <= 1:
         return Verdict(
             Outcome.unclear, f"The figures do not tell whether this head pays: {figure}."
@@ -269,9 +255,9 @@ def print_verdict(
         onward: settings of the next stage, for a head that is worth it; None without one.
     """
     print(f"\n{verdict.sentence}", flush=True)  # noqa: T201
-    key = NEXT[verdict.outcome].format(ended=ended)
+    key = verdict.outcome.value.format(ended=ended)
     settings: Mapping[str, Any] | None = onward
-    if key == "weak head":
+    if verdict.outcome is Outcome.weak:
         settings = collect_changed_settings(run, "target") | {"data.path": CHATS_PLACEHOLDER}
     elif key != ended:
         settings = collect_changed_settings(run) | {"out_dir": f"{run.out_dir}-again"}

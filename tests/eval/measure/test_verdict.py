@@ -9,7 +9,6 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import AcceptanceRun, ServeRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval.measure.verdict import (
-    NEXT,
     Outcome,
     judge_acceptance,
     judge_serving,
@@ -82,7 +81,7 @@ TREES = "vLLM and llama.cpp run chains alone, SGLang also trees of EAGLE heads."
     [
         (
             acceptance(4, 1.1, (1.1, 1.1)),
-            Outcome.too_few,
+            Outcome.unclear,
             "Too few prompts to judge this head: tau 1.10 (chain, 4 dialogues).",
         ),
         (
@@ -121,7 +120,7 @@ def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence
     [
         (
             speedup(1, eagle_chain=(2.0, None), suffix=(3.0, None)),
-            Outcome.too_few,
+            Outcome.unclear,
             "Too few prompts to judge this head: eagle_chain decodes at 2.00 of the baseline's "
             "speed (1 dialogue).",
         ),
@@ -130,14 +129,14 @@ def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence
                 20, eagle_chain=(1.16, (1.1, 1.2)), ngram=(1.18, (1.1, 1.2)),
                 suffix=(1.26, (1.2, 1.3)), eagle_suffix=(1.53, (1.5, 1.6)),
             ),
-            Outcome.beaten,
+            Outcome.weak,
             "This head is not worth serving: eagle_chain decodes at 1.16 of the baseline's speed "
             "(95% interval 1.10-1.20, 20 dialogues), but suffix at 1.26 (95% interval 1.20-1.30, "
             "20 dialogues) without any training.",
         ),
         (
             speedup(20, eagle_chain=(0.83, (0.8, 0.9)), suffix=(0.9, (0.8, 1.0))),
-            Outcome.slower,
+            Outcome.weak,
             "This head is not worth serving: eagle_chain decodes at 0.83 of the baseline's speed "
             "(95% interval 0.80-0.90, 20 dialogues).",
         ),
@@ -162,7 +161,7 @@ def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence
                 8, eagle_chain=(1.11, (0.86, 1.45)), eagle_tree=(1.65, (1.29, 2.18)),
                 suffix=(1.15, (0.92, 1.49)),
             ),
-            Outcome.beaten,
+            Outcome.weak,
             "This head is not worth serving: eagle_chain decodes at 1.11 of the baseline's speed "
             "(95% interval 0.86-1.45, 8 dialogues), but suffix at 1.15 (95% interval 0.92-1.49, 8 "
             "dialogues) without any training. eagle_tree decodes at 1.65 of the baseline's speed "
@@ -201,14 +200,14 @@ def test_nothing_is_judged_without_a_head_or_without_times() -> None:
         (
             serving((1, 1.4, (1.4, 1.4))),
             7,
-            Outcome.too_few,
+            Outcome.unclear,
             "Too few prompts to judge this head: with 1 in flight the server answers at "
             "1.40 of the baseline's speed (7 dialogues).",
         ),
         (
             serving((1, 0.9, (0.8, 0.95)), (16, 0.7, (0.6, 0.8))),
             20,
-            Outcome.slower,
+            Outcome.weak,
             "This head is not worth serving: with 1 in flight the server answers at 0.90 of "
             "the baseline's speed (95% interval 0.80-0.95, 20 dialogues), and is no faster with 1, "
             "16.",
@@ -273,7 +272,7 @@ def test_the_next_command_fits_the_outcome(
             "serve": "scripts/push.py",
         }  # fmt: skip
         assert (script, run.head.path) == (worth[ended], "h")
-    elif NEXT[outcome] == "weak head":
+    elif outcome is Outcome.weak:
         assert script == "scripts/regenerate.py"
         assert (run.target.path, run.data.path) == ("me/model", "CHATS.jsonl")
         assert "to train on (your file in place of CHATS.jsonl):" in said
