@@ -9,7 +9,8 @@ Letters: S tokens, D hidden.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -168,13 +169,13 @@ def open_states_pool(
         )
         files = None if relay is None else RelayFiles(relay, TIMEOUT_S)
         servers.append(HiddenStatesClient(endpoint, taps, NUM_REQUESTS, files))
-    probe = EngineProbe(target, text)
+    probe = partial(probe_engine, target, text)
     with HiddenStatesPool(servers, probe) as pool:
         first, main = probe, PartialState().is_main_process
         between = [index for index in taps.layers if 0 < index < taps.num_layers]
         if main and between and (own := load_early_layers(config, min(between))) is not None:
             # The first layers compute a server's first state between layers here.
-            first = replace(probe, early=(min(between), own))
+            first = partial(probe, early=(min(between), own))
         for server in servers:
             pool.server_lines.append(f"{server.endpoint}: {format_probe(first(server))}")
         if main:
@@ -182,89 +183,79 @@ def open_states_pool(
         yield pool
 
 
-@dataclass(frozen=True)
-class EngineProbe:
-    """Questions with known answers for servers of a target's hidden states.
+@torch.no_grad()
+def probe_engine(
+    target: RemoteTarget,
+    token_ids: list[int],
+    server: HiddenStatesClient,
+    early: tuple[int, EarlyState] | None = None,
+) -> dict[str, float]:
+    """Ask a server of a target's hidden states questions with known answers.
 
-    Attributes:
+    Args:
         target: the target's parts in this process.
         token_ids: token ids of a text of the data, as long as documents may be.
+        server: server to ask.
         early: index of a hidden state, and the function that computes this state by the target's
             first layers, if these are loaded here.
+
+    Returns:
+        `log_prob_difference`: mean difference in nats between the server's log-probabilities and
+        the log-probabilities that our final norm and output head compute from the server's states.
+        The others are largest distances between two readings of the same tokens, as a fraction of
+        the states' norm: `longest` with more text after the tokens, `again` a second time,
+        `at_once` beside other requests, `early` by the target's first layers here, if these are
+        loaded.
+
+    Raises:
+        InputError: the server runs another target, or sends other states.
     """
-
-    target: RemoteTarget
-    token_ids: list[int]
-    early: tuple[int, EarlyState] | None = None
-
-    def __call__(self, server: HiddenStatesClient) -> dict[str, float]:
-        """Ask a server questions with known answers.
-
-        Returns:
-            `log_prob_difference`: mean difference in nats between the server's log-probabilities
-            and the log-probabilities that our final norm and output head compute from the server's
-            states. The others are largest distances between two readings of the same tokens, as a
-            fraction of the states' norm: `longest` with more text after the tokens, `again` a
-            second time, `at_once` beside other requests, `early` by the target's first layers here,
-            if these are loaded.
-
-        Raises:
-            InputError: the server runs another target, or sends other states.
-        """
-        short = self.token_ids[:NUM_TOKENS]
-        states = server.request_states(short)
-        nats = self._compare_log_probs(server, short, states)
-        if not nats <= MOST_NATS:
+    short = token_ids[:NUM_TOKENS]
+    states = server.request_states(short)
+    last = states.get(HIDDEN_STATES)
+    if last is None:
+        own_last = states[f"{LAYER_PREFIX}{target.num_layers}"]
+        last = target.final_norm(own_last.to(target.device, target.dtype))
+    logits = target.compute_logits(last.to(target.device, target.dtype)[:-1])
+    following = torch.tensor(short[1:], device=target.device).unsqueeze(1)
+    log_probs = logits.float().log_softmax(-1).gather(1, following).squeeze(1)
+    reported = torch.tensor(server.log_probs(short), device=target.device)
+    nats = (log_probs - reported).abs().mean().item()
+    if not nats <= MOST_NATS:
+        raise InputError(
+            f"{server.endpoint}: its states, after the final norm and the output head of "
+            f"target.path={target.name}, give other log-probabilities than the server: {nats:.3f} "
+            f"nats on average (allowed: {MOST_NATS}). It serves other weights, an adapter or a "
+            "quantised copy; name those in target.path"
+        )
+    figures = {"log_prob_difference": nats}
+    if early is not None:
+        index, compute_state = early
+        own = {f"{LAYER_PREFIX}{index}": compute_state(short)}
+        figures["early"] = share = compute_relative_distance(states, own)
+        if not share <= MOST_SHARE:
             raise InputError(
-                f"{server.endpoint}: its states, after the final norm and the output head of "
-                f"target.path={self.target.name}, give other log-probabilities than the server: "
-                f"{nats:.3f} nats on average (allowed: {MOST_NATS}). It serves other weights, an "
-                "adapter or a quantised copy; name those in target.path"
+                f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the first "
+                f"layers of target.path={target.name} (allowed: {MOST_SHARE:.0%}), so the server "
+                "was started with ids of other layers (the output of decoder layer k - 1 is k), or "
+                "serves other weights; start it again"
             )
-        early: dict[str, float] = {}
-        if self.early is not None:
-            index, compute_state = self.early
-            own = {f"{LAYER_PREFIX}{index}": compute_state(short)}
-            early["early"] = share = compute_relative_distance(states, own)
-            if not share <= MOST_SHARE:
-                raise InputError(
-                    f"{server.endpoint}: hidden state {index} is {share:.1%} from that of the "
-                    f"first layers of target.path={self.target.name} (allowed: {MOST_SHARE:.0%}), "
-                    "so the server was started with ids of other layers (the output of decoder "
-                    "layer k - 1 is k), or serves other weights; start it again"
-                )
-        texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
-        alone = [server.request_states(text) for text in texts]
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            together = list(threads.map(server.request_states, texts))
-        alike = {
-            "longest": compute_relative_distance(server.request_states(self.token_ids), states),
-            "again": compute_relative_distance(alone[0], states),
-            "at_once": max(map(compute_relative_distance, together, alone)),
-        }
-        for name, share in alike.items():
-            if not share <= MOST_SHARE:
-                raise InputError(
-                    f"{server.endpoint}: the states of a text change when {WORDS[name]}: "
-                    f"{share:.1%} apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
-                )
-        return {"log_prob_difference": nats, **early, **alike}
-
-    @torch.no_grad()
-    def _compare_log_probs(
-        self, server: HiddenStatesClient, token_ids: list[int], states: Mapping[str, Tensor]
-    ) -> float:
-        target = self.target
-        last = states.get(HIDDEN_STATES)
-        if last is None:
-            last = target.final_norm(self._to_target(states[f"{LAYER_PREFIX}{target.num_layers}"]))
-        log_probs = target.compute_logits(self._to_target(last)[:-1]).float().log_softmax(-1)
-        following = torch.tensor(token_ids[1:], device=target.device).unsqueeze(1)
-        reported = torch.tensor(server.log_probs(token_ids), device=target.device)
-        return (log_probs.gather(1, following).squeeze(1) - reported).abs().mean().item()
-
-    def _to_target(self, states: Tensor) -> Tensor:
-        return states.to(self.target.device, self.target.dtype)
+    texts = [short[first:] for first in range(min(AT_ONCE, len(short)))]
+    alone = [server.request_states(text) for text in texts]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        together = list(threads.map(server.request_states, texts))
+    alike = {
+        "longest": compute_relative_distance(server.request_states(token_ids), states),
+        "again": compute_relative_distance(alone[0], states),
+        "at_once": max(map(compute_relative_distance, together, alone)),
+    }
+    for name, share in alike.items():
+        if not share <= MOST_SHARE:
+            raise InputError(
+                f"{server.endpoint}: the states of a text change when {WORDS[name]}: {share:.1%} "
+                f"apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
+            )
+    return figures | alike
 
 
 def compute_relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
