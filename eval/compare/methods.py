@@ -165,7 +165,7 @@ def _search_layers_to_skip(measurement: Measurement, config: SpeedupRun) -> dict
     prompts = [prompt.token_ids for prompt in measurement.spare_prompts]
     answers = generate_greedy_answers(measurement.target, prompts, config.max_new_tokens)
     texts = [ids + answer for ids, answer in zip(prompts, answers, strict=True)]
-    best = search_skipped_layers(measurement.target, texts, list(map(len, prompts))).choices[0]
+    best = search_skipped_layers(measurement.target, texts, list(map(len, prompts)))[0][0]
     if measurement.is_main_process:
         print_notes(
             f"skip_layers: without layers {list(best.skip)}, {best.num_tokens} draft tokens, "

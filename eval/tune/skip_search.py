@@ -80,25 +80,12 @@ class SkipChoice:
         return (-self.speedup, -self.agreement, self.skip)
 
 
-@dataclass(frozen=True)
-class SkipSearch:
-    """Result of a search.
-
-    Attributes:
-        choices: the best choices, the best first, replayed at full depth.
-        num_tried: number of sets tried.
-    """
-
-    choices: list[SkipChoice]
-    num_tried: int
-
-
 def search_skipped_layers(
     target: Target,
     texts: list[list[int]],
     prompt_lengths: list[int],
     costs: PassCosts | None = None,
-) -> SkipSearch:
+) -> tuple[list[SkipChoice], int]:
     """Find the layers to leave out; the same for the same texts and costs.
 
     Takes at most half the squared number of layers in passes over every text.
@@ -108,6 +95,9 @@ def search_skipped_layers(
         texts: prompts with the target's own greedy answers.
         prompt_lengths: prompt tokens of each text.
         costs: costs of passes; measured on the longest text by default.
+
+    Returns:
+        The best choices, the best first, replayed at full depth; and the number of sets tried.
 
     Raises:
         InputError: the target has only one layer.
@@ -123,7 +113,7 @@ def search_skipped_layers(
         tried = {choice.skip: choice for choice in _estimate_sets(replays, target)}
         best = sorted(tried.values(), key=lambda choice: choice.sort_key)[:NUM_REPLAYED]
         choices = [replays.judge_set(choice.skip, MAX_DRAFT_TOKENS) for choice in best]
-    return SkipSearch(sorted(choices, key=lambda choice: choice.sort_key), len(tried))
+    return sorted(choices, key=lambda choice: choice.sort_key), len(tried)
 
 
 def _estimate_sets(replays: "_Replays", target: Target) -> list[SkipChoice]:
