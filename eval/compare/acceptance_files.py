@@ -18,7 +18,7 @@ from typing import Any
 
 from conf.errors import InputError
 from data.rows.field_checks import MalformedRowError, format_found_value, parse_text
-from eval.measure.acceptance_stats import LENGTH_DEFINITIONS, MEANS
+from eval.measure.acceptance_stats import LENGTH_DEFINITIONS, MEANS, count_dialogues
 
 Definition = tuple[str, str]
 """Definition of an acceptance length: a key of LENGTH_DEFINITIONS and one of MEANS."""
@@ -124,7 +124,7 @@ def _parse_own_result(row: Mapping[str, Any]) -> ReportedAcceptance:
             if means.get(mean) is not None:
                 name = f"acceptance_length.{count}.{mean}"
                 lengths[count, mean] = parse_number(means[mean], name, 0)
-    texts = parse_items(row["prompts"], "prompts", _parse_dialogue)
+    texts = parse_items(row["prompts"], "prompts", _parse_text_row)
     data = parse_object(row.get("data"), "data", "what was measured on")
     asked, most = parse_whole_number(row.get("num_turns"), "num_turns", 1), data.get("most_turns")
     most = parse_whole_number(most, "data.most_turns", 1)
@@ -132,7 +132,7 @@ def _parse_own_result(row: Mapping[str, Any]) -> ReportedAcceptance:
     stated = {
         "draft tokens": parse_whole_number(row.get("draft_tokens"), "draft_tokens", 1, LONGEST),
         "texts": len(texts),
-        "dialogues": len({*texts}),
+        "dialogues": count_dialogues(texts),
         "turns": ALL if asked >= most else FIRST if asked == 1 else f"first {asked}",
         "target": _parse_target_name(identity.get("name"), "target_identity.name"),
         "temperature": parse_number(row.get("temperature"), "temperature", 0),
@@ -142,12 +142,6 @@ def _parse_own_result(row: Mapping[str, Any]) -> ReportedAcceptance:
         del stated["turns"]
     rates = parse_items(row.get("per_position"), "per_position", parse_fraction)
     return ReportedAcceptance("Headsmith", lengths, rates, stated)
-
-
-def _parse_dialogue(text: object, name: str) -> int:
-    return parse_whole_number(
-        parse_object(text, name, "a text").get("dialogue"), f"{name}.dialogue"
-    )
 
 
 def _parse_vllm_result(row: Mapping[str, Any]) -> ReportedAcceptance:
@@ -326,9 +320,8 @@ def parse_whole_number(value: object, name: str, least: int = 0, most: float = M
     return int(number)
 
 
-def parse_fraction(value: object, name: str) -> float:
-    """Check that a value is a number from 0 to 1."""
-    return parse_number(value, name, 0, 1)
+parse_fraction = partial(parse_number, most=1)
+"""Check that a value is a number from 0 to 1."""
 
 
 def parse_object(value: object, name: str, what: str = "an object") -> dict[str, Any]:
