@@ -6,7 +6,6 @@ scripts and requests.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,13 +41,6 @@ class Axis:
     high: float
     start: float
     end: float
-
-    @classmethod
-    def from_figures(cls, figures: Sequence[float], start: float, end: float) -> "Axis":
-        """Make an axis that contains all figures with a margin."""
-        low, high = min(figures), max(figures)
-        margin = 0.06 * (high - low) or 0.1
-        return cls(low - margin, high + margin, start, end)
 
     def __call__(self, figure: float) -> float:
         """Compute the position of a figure."""
@@ -117,7 +109,7 @@ def _build_view(result: dict[str, Any]) -> dict[str, Any]:
         "columns": [
             c for c in COLUMNS if any(row.get(c[1]) is not None for row in methods.values())
         ],
-        "speedup_axis": _make_interval_axis(list(methods.values()), "speedup", 6, 134),
+        "speedup_axis": make_interval_axis(list(methods.values()), "speedup", 6, 134),
         "sizes": result.get("concurrency", {}),
         "categories": _build_category_panels(methods, baselines),
         "alpha": _place_alpha_lines(methods),
@@ -153,9 +145,13 @@ def _count_equal_texts(
     return counted, {"num_prompts": num_prompts, "num_equal": num_prompts - len(broken)}
 
 
-def _make_interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
+def make_interval_axis(rows: list[dict[str, Any]], key: str, start: float, end: float) -> Axis:
+    """Make an axis that contains 1, and all figures and intervals of rows, with a margin."""
     ends = [bound for row in rows for bound in row.get(f"{key}_ci95") or ()]
-    return Axis.from_figures([1.0, *ends, *(row[key] for row in rows)], start, end)
+    figures = [1.0, *ends, *(row[key] for row in rows)]
+    low, high = min(figures), max(figures)
+    margin = 0.06 * (high - low) or 0.1
+    return Axis(low - margin, high + margin, start, end)
 
 
 def _build_category_panels(
@@ -174,8 +170,8 @@ def _build_category_panels(
         "panels": panels,
         "names": list(dict.fromkeys(name for panel in panels.values() for name in panel)),
         "axes": {
-            "speedup": _make_interval_axis(rows, "speedup", 104, 226),
-            "tau": _make_interval_axis(rows, "tau", 242, 364),
+            "speedup": make_interval_axis(rows, "speedup", 104, 226),
+            "tau": make_interval_axis(rows, "tau", 242, 364),
         },
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eval.report.html_page import Axis, write_html_page
+from eval.report.html_page import Axis, make_interval_axis, write_html_page
 from heads.decoding.tree import Tree, make_static_tree
 
 BROWSER, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
@@ -335,5 +335,5 @@ def test_ticks_are_round(low, high, ticks) -> None:
 
 
 def test_axis_of_equal_figures_has_a_length() -> None:
-    axis = Axis.from_figures([1.0, 1.0], 0, 100)
+    axis = make_interval_axis([{"speedup": 1.0}], "speedup", 0, 100)
     assert axis(1.0) == pytest.approx(50)
