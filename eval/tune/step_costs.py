@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -138,10 +138,10 @@ def measure_step_costs(
         width = target.capacity or compute_num_slots(len(context) + 1, sizes[-1])
         cache.fix_width(width, sizes[-1], width)
     verify = partial(_run_verify, target, cache, roots)
-    checks = {size: _TimedStep(partial(verify, taps, size), captures) for size in sizes}
-    plain = _TimedStep(partial(verify, FeatureLayers(), 1), captures)
+    checks = {size: _prepare_step(partial(verify, taps, size), captures) for size in sizes}
+    plain = _prepare_step(partial(verify, FeatureLayers(), 1), captures)
     proposals = {
-        key: _TimedStep(
+        key: _prepare_step(
             partial(_run_draft, drafter, seen, roots),
             captures and drafter.num_static_nodes is not None,
         )
@@ -175,33 +175,20 @@ def build_typical_context(prompts: Sequence[list[int]], texts: Sequence[list[int
     return prompt + text[: len(text) // 2]
 
 
-class _TimedStep:
-    """Part of a decoding step, launched as in decoding and waited for.
+def _prepare_step(run: Callable[[], Tensor], captures: bool) -> Callable[[], list[Any]]:
+    """Prepare a part of a decoding step, to be launched as in decoding and waited for.
 
     Args:
         run: function that launches the part and returns the tensor for the host, without waiting.
         captures: whether to use a CUDA graph.
     """
-
-    def __init__(self, run: Callable[[], Tensor], captures: bool) -> None:
-        self._run, self._graph = run, None
-        self._output = torch.empty(0)
-        if captures:
-            # The first call runs without capture, to load kernels and allocate buffers.
-            run()
-            with suppress(CaptureError):
-                self._graph = CudaGraph(self._run_again, torch.cuda.graph_pool_handle())
-
-    def __call__(self) -> None:
-        """Run once."""
-        if self._graph is None:
-            self._run_again()
-        else:
-            self._graph.launch_graph()
-        self._output.tolist()
-
-    def _run_again(self) -> None:
-        self._output = self._run()
+    launch = run
+    if captures:
+        # The first call runs without capture, to load kernels and allocate buffers.
+        run()
+        with suppress(CaptureError):
+            launch = CudaGraph(run, torch.cuda.graph_pool_handle()).launch_graph
+    return lambda: launch().tolist()
 
 
 def _run_verify(
