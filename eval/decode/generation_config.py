@@ -150,9 +150,7 @@ class StopRules:
         """Tell whether an answer, which had not ended before, ends with its last token."""
         if not self.strings or tokens[-1] in self.ids:
             return tokens[-1] in self.ids
-        tail = self.tokenizer.decode(
-            tokens[-self.reach :], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        tail = self.tokenizer.decode(tokens[-self.reach :], clean_up_tokenization_spaces=False)
         return any(text in tail for text in self.strings)
 
     def cut_after_end(self, before: list[int], tokens: list[int]) -> list[int]:

@@ -48,6 +48,12 @@ class _PassRecorder:
         """Record that a pass has given its tokens."""
         self.arrivals.append(self.clock.end_lap(self.texts))
 
+    def record_token(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
+        """Record a token where a hook would become part of compiled code; never end a text."""
+        self.end_prompt()
+        self.record_arrival()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
     def build_steps(self, num_prompt: int, num_tokens: int) -> tuple[list[Step], list[int]]:
         """Build steps and draft tokens of the passes after the prompt's, for a single text.
 
@@ -63,19 +69,6 @@ class _PassRecorder:
             if after > before
         ]
         return steps, [width - 1 for width in self.widths[1 : len(steps) + 1]]
-
-
-class _AfterToken(StoppingCriteria):
-    """Separates passes where a hook would become part of the compiled code."""
-
-    def __init__(self, passes: _PassRecorder) -> None:
-        self.passes = passes
-
-    def __call__(self, input_ids: Any, scores: Any, **_features: Any) -> Any:  # noqa: ARG002
-        """Record a token; never end a text."""
-        self.passes.end_prompt()
-        self.passes.record_arrival()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class StopTexts(StoppingCriteria):
@@ -166,7 +159,7 @@ def hf_generate(
             settings.update(
                 cache_implementation="static", max_cache_len=target.capacity, compile_config=how
             )
-            ends.append(_AfterToken(passes))
+            ends.append(passes.record_token)
         else:
             begin = target.decoder.register_forward_pre_hook(
                 passes.record_pass_start, with_kwargs=True
