@@ -145,8 +145,7 @@ def measure_and_report(measurement: Measurement, config: AcceptanceRun) -> dict[
     console = Console()
     print_acceptance(result, console)
     Console(stderr=True).print("writing the figures and their picture")
-    path = write_result(config, RESULT, result, measurement)
-    written: dict[str, Any] = json.loads(path.read_text())
+    path, written = write_result(config, RESULT, result, measurement)
     plot_acceptance(written, path.with_suffix(".png"))
     console.print(format_conditions(written), highlight=False, markup=False)
     files = [path, path.with_suffix(".png"), *export_results(written, path.parent)]

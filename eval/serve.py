@@ -28,7 +28,6 @@ COMMAND = Command(__doc__, ServeRun, "serve", check=CHECK)
 if __name__ == "__main__":
     COMMAND.parse_command_line()
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
@@ -110,8 +109,8 @@ def main(config: ServeRun) -> None:
         }
     console = Console()
     print_serve_result(result, console)
-    path = write_result(config, RESULT, result, measurement)
-    written, files = json.loads(path.read_text()), [path]
+    path, written = write_result(config, RESULT, result, measurement)
+    files = [path]
     if result["concurrency"]:
         files.append(path.with_suffix(".png"))
         plot_concurrency(written, files[-1])

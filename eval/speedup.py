@@ -3,7 +3,6 @@
 `python eval/speedup.py head.path=outputs/medusa/head data.path=prompts.jsonl methods=all`
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -122,8 +121,7 @@ def main(config: SpeedupRun) -> None:
     print_speedup(result, console)
     if config.concurrency:
         print_concurrency(result, console)
-    path = write_result(config, "speedup.json", result, measurement)
-    written = json.loads(path.read_text())
+    path, written = write_result(config, "speedup.json", result, measurement)
     plot_speedup(written, path.with_suffix(".png"))
     if config.concurrency:
         plot_concurrency(written, path.with_name("concurrency.png"))

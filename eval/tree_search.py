@@ -413,7 +413,7 @@ def main(config: TreeSearchRun) -> None:
     )
     if advice is not None:
         advice.print_advice(console)
-    path = write_result(config, "tree_search.json", result, measurement)
+    path, _ = write_result(config, "tree_search.json", result, measurement)
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
     if config.write and recorded is None:

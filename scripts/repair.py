@@ -171,7 +171,7 @@ def main(config: RepairRun) -> None:
         console.print(
             f"the files should say: {best.name}; wrote such a head to {folder}", markup=False
         )
-    path = write_result(config, "repair.json", {"readings": rows}, bench)
+    path, _ = write_result(config, "repair.json", {"readings": rows}, bench)
     console.print(f"wrote {path}")
 
 

@@ -414,8 +414,8 @@ def get_partial_folder(run: MeasureRun, name: str) -> Path:
 
 def write_result(
     run: MeasureRun, name: str, result: dict[str, Any], measurement: Measurement
-) -> Path:
-    """Write `out_dir/name` completely or not at all, with the settings that produced it."""
+) -> tuple[Path, dict[str, Any]]:
+    """Write `out_dir/name` whole or not at all, with its settings; return path and content."""
     target = measurement.embeddings_and_output_head
     origin = {**measurement.data, "version": find_dataset_revision(measurement.data["path"])}
     if isinstance(target, Target):
@@ -451,7 +451,7 @@ def write_result(
     make_folder(Path(run.out_dir))
     [path] = write_files({Path(run.out_dir) / name: text + "\n"}, f"out_dir={run.out_dir}")
     shutil.rmtree(get_partial_folder(run, name), ignore_errors=True)
-    return path
+    return path, json.loads(text)
 
 
 def join_processes() -> PartialState:
