@@ -38,7 +38,7 @@ from conf.command.jsonl_store import JsonlStore
 from conf.command.run_record import collect_changed_settings, is_embedded_path
 from conf.errors import InputError
 from data.servers.http_client import Endpoint
-from data.servers.serving_engines import DraftCounts, ServingEngine
+from data.servers.serving_engines import ServingEngine
 from eval.compare.speedup_stats import build_concurrency_table
 from eval.measure.acceptance_stats import format_interval, print_acceptance_lengths
 from eval.measure.measurement import (
@@ -68,7 +68,12 @@ def main(config: ServeRun) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(make_serving_engine(config, config.endpoint, "endpoint"))
         servers = {WITH: server}
-        adopt_server_depth(config, server)
+        config.depth = config.depth or server.depth
+        if config.depth != server.depth:
+            raise InputError(
+                f"depth={config.depth}: {config.endpoint} drafts {server.depth} tokens; leave "
+                "depth unset, or start the server with as many speculative tokens"
+            )
         if config.baseline is not None:
             servers[WITHOUT] = stack.enter_context(
                 make_serving_engine(config, config.baseline, "baseline", drafts=False)
@@ -138,20 +143,6 @@ def make_serving_engine(
     return ServingEngine(endpoint, max(config.concurrency, default=1), drafts)
 
 
-def adopt_server_depth(config: ServeRun, server: ServingEngine) -> None:
-    """Take the server's depth, or refuse another one.
-
-    Raises:
-        InputError: the settings ask for another depth; the message names both.
-    """
-    config.depth = config.depth or server.depth
-    if config.depth != server.depth:
-        raise InputError(
-            f"depth={config.depth}: {config.endpoint} drafts {server.depth} tokens; leave depth "
-            "unset, or start the server with as many speculative tokens"
-        )
-
-
 def check_context_window(config: ServeRun, measurement: Measurement, server: ServingEngine) -> None:
     """Refuse texts near the end of the server's window, where it drafts less.
 
@@ -188,20 +179,11 @@ def measure_server_acceptance(
         return {"served": None, "replayed": None, "texts": None, "problems": [], "prompts": []}
     template, num_rendered = compare_chat_template(server, measurement.prompts)
     texts = list(iter_checked_texts(measurement, config, server, journal))
-    problems = diagnose_differences(
-        server,
-        measurement.prompts,
-        texts,
-        measurement.embeddings_and_output_head.name,
-        config.max_new_tokens,
-        config.tolerance,
-    )
+    problems = diagnose_differences(server, measurement, texts, config)
 
     def counted(side: str) -> dict[str, object]:
         counts = [getattr(text, side) for text in texts]
-        return summarise_counts(
-            measurement.prompts, counts, server.depth, server.within, config.seed
-        )
+        return summarise_counts(measurement.prompts, counts, server, config.seed)
 
     rows = zip(measurement.prompts, texts, strict=True)
     return {
@@ -237,10 +219,7 @@ def iter_checked_texts(
             journal.append([{"id": number, "served": asdict(answer), "beyond": beyond}])
     rows = journal.load_rows()[: len(measurement.prompts)]
     for row in tqdm(rows, desc="replay along the server's text", unit="prompt"):
-        served = DraftCounts(**row["served"])
-        yield replay_server_text(
-            measurement, row["id"], served, row["beyond"], limit, server.within
-        )
+        yield replay_server_text(measurement, row, limit, server.within)
 
 
 def print_serve_result(result: dict[str, Any], console: Console) -> None:

@@ -5,13 +5,14 @@ would the head have drafted? After a near-tie that the server decides the other 
 bfloat16, the rest of the text is still compared. If texts or counts differ, the cause is named.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from conf.errors import InputError
+from conf.settings.measure import ServeRun
 from data.servers.serving_engines import DraftCounts, ServingEngine
 from eval.decode.engine import count_common_prefix
 from eval.measure.acceptance_stats import (
@@ -74,26 +75,21 @@ class CheckedText:
 
 @torch.no_grad()
 def replay_server_text(
-    measurement: Measurement,
-    number: int,
-    served: DraftCounts,
-    beyond: list[int],
-    max_new_tokens: int,
-    within: bool,
+    measurement: Measurement, row: Mapping[str, Any], max_new_tokens: int, within: bool
 ) -> CheckedText:
     """Read a server's text with the target, and replay the head's chain along it.
 
     Args:
         measurement: measurement with the head, whose chain is as deep as the server drafts.
-        number: number of the prompt.
-        served: the server's text and counts.
-        beyond: the server's tokens after the end of the text, one draft's length at least.
+        row: number of the prompt as `id`, the server's text and counts as `served`, and its tokens
+            after the end of the text, one draft's length at least, as `beyond`.
         max_new_tokens: largest number of tokens of the text.
         within: whether the server's drafts end with the text (see `DraftCounts.within`).
     """
     target, head = measurement.embeddings_and_output_head, measurement.head
-    prompt = measurement.prompts[number].token_ids
-    text, whole = served.text, [*served.text, *beyond]
+    number, served = row["id"], DraftCounts(**row["served"])
+    prompt, text = measurement.prompts[number].token_ids, served.text
+    whole = [*text, *row["beyond"]]
     output = measurement.answer_source.encode_response(prompt, whole, head.draft_head.taps)
     ranked = rank_candidates(head.draft_head, head.chain, output, prompt, whole)
     accepted, lengths, root = compute_accepted_lengths(head.chain, ranked, whole), list[int](), 0
@@ -124,26 +120,21 @@ def replay_server_text(
 
 
 def diagnose_differences(
-    server: ServingEngine,
-    prompts: Sequence[Prompt],
-    texts: Sequence[CheckedText],
-    target: str,
-    max_new_tokens: int,
-    tolerance: float,
+    server: ServingEngine, measurement: Measurement, texts: Sequence[CheckedText], config: ServeRun
 ) -> list[str]:
     """Name the cause if a server's texts or drafts differ from the target with the head.
 
     Args:
         server: server that wrote the texts, and is asked once more.
-        prompts: prompts of the texts.
+        measurement: measurement with the target, and the prompts of the texts.
         texts: checked texts.
-        target: name of the target.
-        max_new_tokens: limit of each text.
-        tolerance: share of tokens that may differ, and of the greater of two sums of counts.
+        config: settings of the command; its `tolerance` is the share of tokens that may differ, and
+            of the greater of two sums of counts.
 
     Returns:
         Lines that begin with the cause; empty if nothing differs.
     """
+    target, tolerance = measurement.embeddings_and_output_head.name, config.tolerance
     others = [other for text in texts for other in text.others]
     num_tokens = sum(len(text.served.text) for text in texts)
     if len(others) > tolerance * num_tokens:
@@ -153,8 +144,9 @@ def diagnose_differences(
             f"prompt {first.prompt} at token {first.token}: {first.ours} here, {first.engine} by "
             f"the server, {first.gap:.2f} nats below"
         )
-        asked, written = prompts[first.prompt].token_ids, texts[first.prompt].served.text
-        if server.request_answer(asked, max_new_tokens).text != written:
+        asked = measurement.prompts[first.prompt].token_ids
+        written = texts[first.prompt].served.text
+        if server.request_answer(asked, config.max_new_tokens).text != written:
             why = "asked again, the server answers otherwise: it draws its tokens"
             return [f"sampling: {facts}; {why}"]
         if len(others) >= ENOUGH and all(other.avoids for other in others):
@@ -228,7 +220,7 @@ def find_first_difference(texts: Sequence[CheckedText]) -> int | None:
 
 
 def summarise_counts(
-    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], depth: int, within: bool, seed: int
+    prompts: Sequence[Prompt], texts: Sequence[DraftCounts], server: ServingEngine, seed: int
 ) -> dict[str, object]:
     """Compute acceptance from a server's counts, under every definition that the counts allow.
 
@@ -241,7 +233,8 @@ def summarise_counts(
         )
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, depth)
+    counted = ["drafts"] if server.within else list(LENGTH_DEFINITIONS)
+    lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, server.depth)
     dialogues = group_by(passes, lambda each: each.dialogue).values()
 
     def compute_length(drawn: Sequence[Sequence[PassCounts]], _runs: object) -> float:
@@ -251,9 +244,7 @@ def summarise_counts(
         return 1 + accepted / max(1, drafts)
 
     return {
-        "acceptance_length": {
-            count: lengths[count] for count in LENGTH_DEFINITIONS if count == "drafts" or not within
-        },
+        "acceptance_length": {count: lengths[count] for count in counted},
         "per_draft_ci95": bootstrap_interval(list(dialogues), compute_length, seed),
         "per_position": [count / max(1, total.drafts) for count in total.accepted],
         "num_drafts": total.drafts,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from conf.settings.measure import ServeRun
 from data.servers.serving_engines import DraftCounts
 from eval.measure.prompts import Prompt
 from eval.serving.server_check import ENOUGH, CheckedText, DifferingToken, diagnose_differences
@@ -23,7 +24,12 @@ def found(num_others: int, avoids: bool, tolerance: float = 0.0, again: Any = No
     others = [DifferingToken(0, place, 5, 6, 1.5, avoids) for place in range(num_others)]
     texts = [CheckedText(TEXT, TEXT, others, 0)]
     asked = server(TEXT.text if again is None else again)
-    return diagnose_differences(asked, [Prompt("all", [1])], texts, "the target", 100, tolerance)
+    bench: Any = SimpleNamespace(
+        prompts=[Prompt("all", [1])],
+        embeddings_and_output_head=SimpleNamespace(name="the target"),
+    )
+    config = ServeRun(max_new_tokens=100, tolerance=tolerance)
+    return diagnose_differences(asked, bench, texts, config)
 
 
 @pytest.mark.parametrize(
