@@ -192,32 +192,28 @@ def check_run_folder(out_dir: Path, resume: str | None) -> None:
         )
 
 
-def check_method_words(names: Sequence[str]) -> None:
-    """Refuse names that are no method of any head, before heavy imports.
+def check_methods(names: Sequence[str], before_imports: bool = False) -> None:
+    """Refuse unknown names of methods.
+
+    Args:
+        names: names of the settings.
+        before_imports: whether to refuse only names that are no method of any head, before heavy
+            imports.
 
     Raises:
         InputError: naming the methods.
     """
-    known, ends = ("all", *METHODS), tuple(f"_{way}" for way in OF_HEADS)
+    known, ends, of_heads = ["all", *METHODS], tuple(f"_{way}" for way in OF_HEADS), ""
+    if before_imports:
+        of_heads = f", and for a head its kind with {', '.join(OF_HEADS)}, e.g. medusa_tree"
+    else:
+        known, ends = ["all", *list_methods()], ()
     stems = {name: strip_head_number(name) for name in names}
     unknown = [n for n, stem in stems.items() if stem not in known and not stem.endswith(ends)]
     if unknown:
         raise InputError(
-            f"methods={unknown}: unknown; allowed: {', '.join(known)}, and for a head its kind "
-            f"with {', '.join(OF_HEADS)}, e.g. medusa_tree"
+            f"methods={sorted(unknown)}: unknown; allowed: {', '.join(known)}{of_heads}"
         )
-
-
-def check_methods(names: Sequence[str]) -> None:
-    """Refuse unknown names of methods.
-
-    Raises:
-        InputError: naming the methods.
-    """
-    known = list_methods()
-    unknown = {name for name in names if strip_head_number(name) not in ("all", *known)}
-    if unknown:
-        raise InputError(f"methods={sorted(unknown)}: unknown; allowed: all, {', '.join(known)}")
 
 
 def list_methods() -> dict[str, str]:
@@ -259,34 +255,31 @@ def build_condition_runs(config: AcceptanceRun) -> dict[str, AcceptanceRun]:
         name = " ".join(condition.split())
         if name in runs:
             raise InputError(f"conditions: {name!r} stands twice; remove one")
-        runs[name] = _apply_condition(config, name)
+        words = shlex.split(name)
+        for word in words:
+            key, separator, _ = word.partition("=")
+            if not separator:
+                raise InputError(
+                    f"conditions: {name!r}: {word!r} sets nothing; a condition is settings such as "
+                    "'mode=decode temperature=1'"
+                )
+            check_setting_exists(AcceptanceRun, key)
+            if key.partition(".")[0] not in CHANGEABLE:
+                raise InputError(
+                    f"conditions: {name!r}: {key} is not a condition; allowed: "
+                    f"{', '.join(CHANGEABLE)}; measure another target or head by a command of "
+                    "its own"
+                )
+        folder = re.sub(r"[^\w.=,-]+", "_", name) or "as_given"
+        try:
+            settings = OmegaConf.structured(config)
+            settings.merge_with_dotlist(words)
+            settings.out_dir, settings.conditions = str(Path(config.out_dir) / folder), []
+            changed = OmegaConf.to_object(settings)
+        except OmegaConfBaseException as error:
+            raise InputError(f"conditions: {name!r}: {str(error).splitlines()[0]}") from error
+        except InputError as error:
+            raise InputError(f"conditions: {name!r}: {error}") from None
+        assert isinstance(changed, AcceptanceRun)
+        runs[name] = changed
     return runs
-
-
-def _apply_condition(config: AcceptanceRun, name: str) -> AcceptanceRun:
-    words = shlex.split(name)
-    for word in words:
-        key, separator, _ = word.partition("=")
-        if not separator:
-            raise InputError(
-                f"conditions: {name!r}: {word!r} sets nothing; a condition is settings such as "
-                "'mode=decode temperature=1'"
-            )
-        check_setting_exists(AcceptanceRun, key)
-        if key.partition(".")[0] not in CHANGEABLE:
-            raise InputError(
-                f"conditions: {name!r}: {key} is not a condition; allowed: "
-                f"{', '.join(CHANGEABLE)}; measure another target or head by a command of its own"
-            )
-    folder = re.sub(r"[^\w.=,-]+", "_", name) or "as_given"
-    try:
-        settings = OmegaConf.structured(config)
-        settings.merge_with_dotlist(words)
-        settings.out_dir, settings.conditions = str(Path(config.out_dir) / folder), []
-        changed = OmegaConf.to_object(settings)
-    except OmegaConfBaseException as error:
-        raise InputError(f"conditions: {name!r}: {str(error).splitlines()[0]}") from error
-    except InputError as error:
-        raise InputError(f"conditions: {name!r}: {error}") from None
-    assert isinstance(changed, AcceptanceRun)
-    return changed

@@ -11,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 from conf.command.entry import Command
 from conf.command.environment import check_compile
 from conf.settings.measure import SpeedupRun
-from eval.preflight_checks import check_measurement, check_method_words, check_methods
+from eval.preflight_checks import check_measurement, check_methods
 
 
 def check_speedup_run(run: SpeedupRun) -> None:
     """Refuse, before heavy imports, settings that no head can use."""
-    check_method_words(run.methods)
+    check_methods(run.methods, before_imports=True)
     check_measurement(run, "speedup.json")
 
 
