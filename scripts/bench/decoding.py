@@ -38,11 +38,13 @@ class OracleCorrectedDrafter(Drafter):
 
     row_attributes = ("drafter", "oracle")
 
-    def __init__(self, drafter: Drafter, oracle: Oracle) -> None:
-        self.drafter, self.oracle = drafter, oracle
-        self.taps = drafter.taps
+    def __init__(
+        self, make: Maker, oracle: Callable[[], Oracle], sampling: Sampling, seeds: list[int]
+    ) -> None:
+        self.drafter, self.oracle = make(sampling, seeds), oracle()
+        self.taps = self.drafter.taps
         # The oracle's tree is as large as the drafter's, or larger.
-        self.num_static_nodes = drafter.num_static_nodes and oracle.num_static_nodes
+        self.num_static_nodes = self.drafter.num_static_nodes and self.oracle.num_static_nodes
 
     def observe(self, seen: CommittedTokens) -> None:
         """Show both drafters the committed tokens."""
@@ -134,7 +136,7 @@ def measure_decoding(size: str) -> Figures:
     prompt: list[int] = drawn.tolist()
 
     def decode_plainly(length: int) -> Generation:
-        return decode_many(target, partial(make_none, GREEDY), [Request(prompt)], length, 1)[0]
+        return decode_many(target, lambda _seeds: NoDraft(), [Request(prompt)], length, 1)[0]
 
     def measure(make: Maker, temperature: float = 0.0) -> Generation:
         """Decode two texts, on a GPU in captured steps, after a first one; return the faster."""
@@ -154,10 +156,10 @@ def measure_decoding(size: str) -> Figures:
     for _ in range(2):
         (generated,) = hf_generate(target, [prompt], num_tokens, GREEDY, 0)
     yield "ms per token, generate", _compute_step_ms(generated)
-    plain = measure(make_none)
+    plain = measure(lambda _sampling, _seeds: NoDraft())
     yield "ms per token, captured", _compute_step_ms(plain)
     yield "same tokens, captured or not", float(plain.token_ids == eager.token_ids)
-    sampled = measure(make_none, temperature=1.0)
+    sampled = measure(lambda _sampling, _seeds: NoDraft(), temperature=1.0)
     yield "ms per token, captured, temperature 1", _compute_step_ms(sampled)
     answer = decode_plainly(num_tokens + 16).token_ids
     for name, make, tree in iter_drafters(target, size):
@@ -168,7 +170,7 @@ def measure_decoding(size: str) -> Figures:
             yield f"ms of drafting, {name}", 1000 * text.times.draft / len(text.steps)
         if tree is not None:
             oracle = partial(Oracle, [answer], tree, ACCEPTANCE, target.vocab_size)
-            text = measure(partial(correct_drafts, make, oracle))
+            text = measure(partial(OracleCorrectedDrafter, make, oracle))
             yield f"tau at {ACCEPTANCE:.0%}, {name}", (num_tokens - 1) / len(text.steps)
             speedup = plain.times.decode / text.times.decode
             yield f"speed-up at {ACCEPTANCE:.0%}, {name}", speedup
@@ -178,18 +180,6 @@ def measure_decoding(size: str) -> Figures:
             yield f"speed-up / tau, {name}, temperature 1", ratio
     if target.device.type == "cuda":
         yield "peak, GB", torch.cuda.max_memory_allocated() / 1e9
-
-
-def make_none(_sampling: Sampling, _seeds: list[int]) -> Drafter:
-    """Make a drafter that drafts nothing."""
-    return NoDraft()
-
-
-def correct_drafts(
-    make: Maker, oracle: Callable[[], Oracle], sampling: Sampling, seeds: list[int]
-) -> Drafter:
-    """Make a drafter whose drafts a new oracle replaces."""
-    return OracleCorrectedDrafter(make(sampling, seeds), oracle())
 
 
 def _compute_step_ms(text: Generation) -> float:
