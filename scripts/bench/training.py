@@ -31,7 +31,7 @@ from conf.command.clock import PART, measure_busy_seconds, measure_seconds
 from conf.settings.data import StateFormat, TeacherKind
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
-from data.features.store_format import StoreContents, TensorSpec
+from data.features.store_format import StoreContents
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
 from heads.kinds import make_untrained_head
@@ -114,26 +114,6 @@ def make_random_target(sizes: RunSizes, device: torch.device) -> Target:
     return Target(model, None, "random")
 
 
-class StoredRows:
-    """Hold packed sequences with hidden states, here zeros, as a feature store gives them.
-
-    Args:
-        packed: packed sequences without states.
-        fields: name, shape and dtype of each stored tensor.
-    """
-
-    def __init__(self, packed: PackedDataset, fields: tuple[TensorSpec, ...]) -> None:
-        self.packed, self.fields = packed, fields
-
-    def __len__(self) -> int:
-        return len(self.packed)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length = self.packed.max_length
-        states = {f.name: torch.zeros(length, *f.shape, dtype=f.dtype) for f in self.fields}
-        return {**states, **self.packed[index]}
-
-
 def iter_documents(sizes: RunSizes, num_sequences: int) -> Iterator[Sample]:
     """Yield documents of random tokens, with log-normal lengths; the first third is a prompt."""
     generator = random.Random(0)
@@ -170,7 +150,7 @@ def start_run(
         out_dir: folder for the output of training.
         samples: samples to learn; unset takes `iter_documents`.
         stored: whether to train on hidden states of a feature store, with only the embedding and
-            the output head of the target.
+            the output head of the target. The states, of all sequences, are zeros.
     """
     num_steps = NUM_WARM_UP + 2 * sizes.steps + 2
     config = TrainConfig(
@@ -199,7 +179,11 @@ def start_run(
     if stored:
         layers, kind = objective.head.taps.layers, TeacherKind.hidden
         contents = StoreContents(target.hidden_size, layers, kind, 0, StateFormat.bf16)
-        rows = StoredRows(train, contents.tensor_specs)
+        zeros = {
+            each.name: torch.zeros(sizes.max_length, *each.shape, dtype=each.dtype)
+            for each in contents.tensor_specs
+        }
+        rows = [{**zeros, **train[index]} for index in range(len(train))]
     job = TrainingJob(config, LogConfig(), 0, out_dir, objective, rows, rows)
     return loop.TrainingLoop(accelerator, job), train
 
