@@ -39,7 +39,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -94,22 +94,6 @@ CHECKS = {
 }
 """File of tests and expression of `pytest -k`, by stage; each test with the mark `gpu` is in one.
 """
-
-
-class Command(NamedTuple):
-    """A command that users type, with its limits of time.
-
-    Attributes:
-        name: name of the stage, and of its folder of results.
-        most_s: seconds after which the command is ended.
-        least_s: seconds that must be left for a start.
-        words: script and settings.
-    """
-
-    name: str
-    most_s: float
-    least_s: float
-    words: list[str]
 
 
 class Results:
@@ -315,7 +299,7 @@ class Runner:
     def use_model(self, names: list[str], model: Path) -> None:
         """Run commands on the real model, and append the figures of their results."""
         work = get_work_dir()
-        for name, most_s, least_s, words in list_commands(model, work, self.small):
+        for name, (most_s, least_s, words) in list_commands(model, work, self.small).items():
             if name in names:
                 out_dir = work / name
                 self.run_stage(name, [*words, f"out_dir={out_dir}"], most_s, least_s, out_dir)
@@ -338,11 +322,6 @@ def end_process_tree(child: "subprocess.Popen[bytes]") -> None:
 def get_work_dir() -> Path:
     """Return the folder for results of commands on the real model; it lasts from call to call."""
     return cache_dir() / "gpu"
-
-
-def list_model_stages() -> list[str]:
-    """List the names of the commands on the real model."""
-    return [command.name for command in list_commands(Path(), Path(), small=True)]
 
 
 def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
@@ -374,8 +353,15 @@ def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
     return model
 
 
-def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
-    """List the commands of group `model`, most important first."""
+def list_commands(
+    model: Path, work: Path, small: bool
+) -> dict[str, tuple[float, float, list[str]]]:
+    """List the commands of group `model`, which users type, most important first.
+
+    Returns:
+        By stage: seconds after which the command is ended, seconds that must be left for a start,
+        and script with settings.
+    """
     size = 2 if small else 16
     target = f"target.path={model}"
     learnt = [
@@ -394,27 +380,29 @@ def list_commands(model: Path, work: Path, small: bool) -> list[Command]:
     asked_of = {n: f"data.num_prompts={2 if small else count}" for n, count in counts.items()}
     number, most, at_once = (8, 24, 8) if small else (2000, 192, 256)
     answers += [f"data.num_prompts={number}", f"max_new_tokens={most}", f"batch_size={at_once}"]
-    eagle = ["head=eagle3_1", f"head.draft_vocab_size={256 if small else 8192}"]
-    blocks = ["head.mask_token_id=3", "head.block_size=8", "head.num_anchors=256"]
+    eagle = [
+        "train/eagle.py", "head=eagle3_1", f"head.draft_vocab_size={256 if small else 8192}",
+        *learnt, f"train.max_steps={4 if small else 900}",
+    ]  # fmt: skip
+    blocks = [
+        "train/dflash.py", "head.mask_token_id=3", "head.block_size=8", "head.num_anchors=256",
+        *learnt, f"train.max_steps={4 if small else 500}",
+    ]  # fmt: skip
     methods = "methods=[eagle_chain,eagle_tree,eagle_suffix,suffix]"
     once = [*speedup, "num_repeats=1", "methods=[eagle_chain]"]
-    num_steps, num_block_steps = (4, 4) if small else (900, 500)
-    return [
-        Command("answers", 150, 0, answers),
-        Command(
-            "eagle3_1", 170, 60,
-            ["train/eagle.py", *eagle, *learnt, f"train.max_steps={num_steps}"],
-        ),
-        Command("acceptance", 60, 30, [*acceptance, head, asked_of["all"]]),
-        Command("speedup", 120, 45, [*speedup, asked_of["some"], "num_repeats=1", methods]),
-        Command(
-            "dflash", 150, 130,
-            ["train/dflash.py", *blocks, *learnt, f"train.max_steps={num_block_steps}"],
-        ),
-        Command("acceptance-dflash", 60, 30, [*acceptance, block, asked_of["all"]]),
-        Command("speedup-compiled", 150, 90, [*once, asked_of["few"], "compile=true"]),
-        Command("speedup-batches", 90, 60, [*once, asked_of["some"], "concurrency=[4,16]"]),
-    ]  # fmt: skip
+    return {
+        "answers": (150, 0, answers),
+        "eagle3_1": (170, 60, eagle),
+        "acceptance": (60, 30, [*acceptance, head, asked_of["all"]]),
+        "speedup": (120, 45, [*speedup, asked_of["some"], "num_repeats=1", methods]),
+        "dflash": (150, 130, blocks),
+        "acceptance-dflash": (60, 30, [*acceptance, block, asked_of["all"]]),
+        "speedup-compiled": (150, 90, [*once, asked_of["few"], "compile=true"]),
+        "speedup-batches": (90, 60, [*once, asked_of["some"], "concurrency=[4,16]"]),
+    }
+
+
+MODEL_STAGES = [*list_commands(Path(), Path(), small=True)]
 
 
 def iter_result_figures(folder: Path) -> Figures:
@@ -526,7 +514,7 @@ def plan_stages(options: argparse.Namespace, results: Results) -> tuple[list[str
     was typed runs again.
     """
     groups = {
-        "checks": list(CHECKS), "figures": list(measure.MAIN), "model": list_model_stages(),
+        "checks": list(CHECKS), "figures": list(measure.MAIN), "model": MODEL_STAGES,
         "more": list(measure.MORE),
     }  # fmt: skip
     known = [name for group in groups.values() for name in group]
@@ -543,10 +531,10 @@ def plan_stages(options: argparse.Namespace, results: Results) -> tuple[list[str
         results.append_row({"about": machine, "day": time.strftime("%Y-%m-%d")})
     for name in again:
         results.append_row({"stage": name, "again": True})
-        if name in list_model_stages():
+        if name in MODEL_STAGES:
             shutil.rmtree(get_work_dir() / name, ignore_errors=True)
     # A head of another machine's folder cannot be measured here.
-    lost = {name for name in list_model_stages() if not (get_work_dir() / name).exists()}
+    lost = {name for name in MODEL_STAGES if not (get_work_dir() / name).exists()}
     ended = results.find_ended_stages() - again - lost
     left_out = [name for name in names if name in ended]
     if left_out:
@@ -566,7 +554,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end_all_stages)
     signal.signal(signal.SIGINT, end_all_stages)
     runner = Runner(results, options.seconds, options.small)
-    of_model = [name for name in names if name in list_model_stages()]
+    of_model = [name for name in names if name in MODEL_STAGES]
     # First, so that a kill leaves to the next call what this one brought.
     model = (
         fetch_carried_model(get_work_dir(), options.carried)

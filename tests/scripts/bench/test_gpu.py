@@ -205,8 +205,9 @@ def test_a_model_that_travels_in_halves(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("small", [True, False])
 def test_the_commands_of_the_model_compose(small: bool) -> None:
-    for command in gpu.list_commands(Path("model.gguf"), Path("work"), small):
-        script, *words = command.words
+    for _, _, (script, *words) in gpu.list_commands(
+        Path("model.gguf"), Path("work"), small
+    ).values():
         composes(script, [*words, "out_dir=work/x"])
 
 
