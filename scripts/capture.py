@@ -101,6 +101,7 @@ from heads.target_model.load import (
     resolve_dtype,
 )
 from heads.target_model.model import FeatureLayers, Target
+from train.batch.data_loader import stack_sequences
 from train.loop import evaluation
 from train.loop.evaluation import select_heldout_prompts
 from train.loop.sources import find_longest_document
@@ -436,13 +437,11 @@ def capture_shard(
     num_bytes = shard.num_tokens * contents.bytes_per_token
     copies = HostCopier(target.device, work.config.micro_batch_size, num_bytes)
     sequences = []
-    for rows in iter_batches(work, shard, source.texts):
+    for batch in iter_batches(work, shard, source.texts):
         writers.raise_job_error()
-        states = source.compute_states(
-            {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        )
-        for number, row in enumerate(rows):
-            tokens = select_token_fields(row)
+        states = source.compute_states(batch)
+        for number in range(len(batch["input_ids"])):
+            tokens = select_token_fields({name: rows[number] for name, rows in batch.items()})
             num_tokens = len(tokens["input_ids"])
             real = {name: each[number, :num_tokens] for name, each in states.items()}
             stored = build_stored_tensors(target, contents, real, tokens)
@@ -458,21 +457,21 @@ def capture_shard(
 
 def iter_batches(
     work: CaptureJob, shard: PlannedShard, texts: AnswerSource
-) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the sequences of a shard, in batches that run together."""
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the sequences of a shard, in batches [B, T] that run together."""
     if shard.split == "replay":
         prompts = work.prompts[shard.first : shard.last]
         answers = dict(texts.stream_answers(prompts, evaluation.MAX_REPLAY_TOKENS))
         for number, prompt in enumerate(prompts):
             # A packed sequence of one document, without padding.
-            ids = torch.tensor(prompt + answers[number])
-            places = torch.arange(len(ids))
-            row = {"input_ids": ids, "loss_mask": places >= len(prompt)}
-            yield [row | {"position_ids": places, "document_ids": torch.zeros_like(ids)}]
+            ids = torch.tensor([prompt + answers[number]])
+            places = torch.arange(ids.shape[1])[None]
+            batch = {"input_ids": ids, "loss_mask": places >= len(prompt)}
+            yield batch | {"position_ids": places, "document_ids": torch.zeros_like(ids)}
         return
     size, packed = work.config.micro_batch_size, work.packed_by_split[shard.split]
     for first in range(shard.first, shard.last, size):
-        yield [packed[index] for index in range(first, min(first + size, shard.last))]
+        yield stack_sequences(packed, [*range(first, min(first + size, shard.last))])
 
 
 def build_stored_tensors(

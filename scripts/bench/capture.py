@@ -62,10 +62,8 @@ def run_target_only(
 ) -> None:
     """Run the target over the sequences of a shard, without storing its states."""
     source = StatesSource.from_target(target, work.plan.contents.layers)
-    for rows in iter_batches(work, shard, source.texts):
-        states = source.compute_states(
-            {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        )
+    for batch in iter_batches(work, shard, source.texts):
+        states = source.compute_states(batch)
         if with_logits:
             for part in states[HIDDEN_STATES].flatten(0, 1).split(ROWS_PER_CHUNK):
                 target.compute_logits(part)

@@ -67,6 +67,7 @@ from scripts.zoo.tiny_targets import (
     list_model_types,
     make_tiny_target,
 )
+from train.batch.data_loader import stack_sequences
 from train.eagle import EagleObjective
 from train.medusa import MedusaObjective
 from train.objective import Objective
@@ -399,10 +400,7 @@ def _train_head(objective: Objective, data: PackedDataset) -> None:
         RuntimeError: the loss is not finite.
     """
     objective.train()
-    rows = [data[index] for index in range(len(data.packing))]
-    batch = objective.index_training_batch(
-        {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    )
+    batch = objective.index_training_batch(stack_sequences(data, [*range(len(data))]))
     scale: Tensor = objective.term_weights / objective.compute_divisors(batch).clamp_min(1)
     batch = objective.prepare_batch(batch)
     parameters = [each for each in objective.head.parameters() if each.requires_grad]
