@@ -1,7 +1,7 @@
 """The model card of a published head: its kind, its origin, and its measurements."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -38,8 +38,7 @@ class ExportFacts:
         commands: commands that download the export, unless the engine does, and serve it.
         target_problem: why the engine cannot serve the head with its target; empty if it can.
         version_limit: which versions of the engine load the head, if the newest does not.
-        max_difference: largest difference from the trained head's logits, by an independent reader.
-        scale: largest logit of the trained head.
+        parity: distance of the export's logits from the trained head's, by an independent reader.
         target_weights: names of the target's weights that the export contains.
     """
 
@@ -50,19 +49,8 @@ class ExportFacts:
     commands: str
     target_problem: str
     version_limit: str
-    max_difference: float
-    scale: float
+    parity: str
     target_weights: tuple[str, ...]
-
-    @property
-    def where(self) -> str:
-        """Return the repository of the export, and the folder in it."""
-        return f"{self.repo_id}/{self.folder}".removesuffix("/")
-
-    @property
-    def parity_text(self) -> str:
-        """Describe the distance of the export's logits from the trained head's."""
-        return f"max |difference| {self.max_difference:.1e} of logits up to {self.scale:.1f}"
 
 
 @dataclass(frozen=True)
@@ -312,8 +300,8 @@ def _format_usage(facts: CardFacts) -> str:
 def _format_exports(facts: CardFacts) -> str:
     """List the engine of each export, its distance from the trained head, and how to serve it."""
     rows = [
-        [export.format, f"`{export.where}`", export.loaders, export.parity_text]
-        for export in facts.exports
+        [each.format, f"`{PurePosixPath(each.repo_id, each.folder)}`", each.loaders, each.parity]
+        for each in facts.exports
     ]
     intro = "Serve it from the export for your engine."
     if any(export.folder for export in facts.exports):

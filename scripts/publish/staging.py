@@ -232,11 +232,12 @@ def verify_staged_export(
         commands=download_line + command_text,
         target_problem=record.get("target_problem", ""),
         version_limit=record.get("version_limit", ""),
-        max_difference=verdict.max_difference,
-        scale=verdict.scale,
+        parity=(
+            f"max |difference| {verdict.max_difference:.1e} of logits up to {verdict.scale:.1f}"
+        ),
         target_weights=tuple(words for name, words in TARGET_WEIGHTS.items() if name in names),
     )
-    print(f"exports={export.folder}: parity: {facts.parity_text}")
+    print(f"exports={export.folder}: parity: {facts.parity}")
     return facts
 
 
