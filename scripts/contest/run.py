@@ -360,12 +360,11 @@ def write_report(ways: dict[str, dict[str, str]], out_dir: Path, num_steps: int)
             {key: reference[key] for key in SAME},
             {key: facts[key] for key in SAME},
         )
-    speed = _load_result(out_dir / "speed/speedup.json")
-    label, method = find_winner(speed, ways)
+    figures = collect_method_figures(_load_result(out_dir / "speed/speedup.json"), ways)
+    method, label = next((name, row["label"]) for name, row in figures.items() if row["label"])
     order = [label, *(name for name in ways if name != label)]
     for name in order:
         _load_result(out_dir / f"acceptance/{name}/acceptance.json")
-    figures = collect_method_figures(speed, ways, method)
     verdict = f"{label} wins, drafting by {method}."
     faster = list(figures)[: list(figures).index(method)]
     if faster:
@@ -397,42 +396,36 @@ def _load_result(path: Path) -> dict[str, Any]:
     return content
 
 
-def find_winner(speed: dict[str, Any], ways: dict[str, dict[str, str]]) -> tuple[str, str]:
-    """Find the head that is fastest over all batch sizes, and its faster method."""
-    drafting = [(label, method) for label, names in ways.items() for method in names.values()]
-    return max(drafting, key=lambda pair: compute_score(speed, pair[1]))
-
-
-def compute_score(speed: dict[str, Any], method: str) -> float:
-    """Compute the geometric mean of tokens/s over batch sizes: each size counts the same."""
-    sizes = speed["concurrency"].values()
-    return geometric_mean(size["methods"][method]["tokens_per_s"] for size in sizes)
-
-
 def collect_method_figures(
-    speed: dict[str, Any], ways: dict[str, dict[str, str]], first: str
+    speed: dict[str, Any], ways: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, Any]]:
     """Collect the figures of each decoding method, the fastest first.
+
+    The speed of a method is the geometric mean of tokens/s over batch sizes: each size counts the
+    same. Its tau is compared with that of the fastest method of a head.
 
     Args:
         speed: contents of `speedup.json`.
         ways: methods of each head, by label and method.
-        first: the method whose tau the others are compared with.
     """
     labels = {name: label for label, names in ways.items() for name in names.values()}
-    reference, figures = speed["methods"][first]["prompts"], {}
-    for name in sorted(speed["methods"], key=partial(compute_score, speed), reverse=True):
-        row = speed["methods"][name]
-        more, interval = compare_tau(reference, row["prompts"], seed=0)
-        rows = {size: each["methods"][name] for size, each in speed["concurrency"].items()}
-        sizes = {
-            size: {"measured": each["tokens_per_s"]}
-            | {key: each[key] for key in ("speedup", "speedup_ci95")}
-            for size, each in rows.items()
-        }
+    sizes = {size: each["methods"] for size, each in speed["concurrency"].items()}
+
+    def compute_speed(name: str) -> float:
+        return geometric_mean(methods[name]["tokens_per_s"] for methods in sizes.values())
+
+    order = sorted(speed["methods"], key=compute_speed, reverse=True)
+    winner, figures = next(name for name in order if name in labels), {}
+    for name in order:
+        row, reference = speed["methods"][name], speed["methods"][winner]
+        more, interval = compare_tau(reference["prompts"], row["prompts"], seed=0)
         figures[name] = {
             "label": labels.get(name), "tau": row["tau"], "more": more, "more_ci95": interval,
-            "sizes": sizes,
+            "sizes": {
+                size: {"measured": methods[name]["tokens_per_s"]}
+                | {key: methods[name][key] for key in ("speedup", "speedup_ci95")}
+                for size, methods in sizes.items()
+            },
         }  # fmt: skip
     return figures
 
@@ -446,12 +439,11 @@ def build_speed_rows(figures: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
     for name, row in figures.items():
         interval = row["more_ci95"]
         difference = "-" if interval is None else " to ".join(f"{end:+.3f}" for end in interval)
-        cells = []
+        cells = [f"{row['tau']:.3f}", f"{row['more']:+.3f} ({difference})"]
         for cell in row["sizes"].values():
             bounds = cell["speedup_ci95"] and f" ({format_interval(cell['speedup_ci95'])})"
             cells.append(f"{cell['measured']:.0f}, {cell['speedup']:.2f}x{bounds or ''}")
-        tau, more = f"{row['tau']:.3f}", f"{row['more']:+.3f} ({difference})"
-        lines.append((row["label"] or "-", name, tau, more, *cells))
+        lines.append((row["label"] or "-", name, *cells))
     return lines
 
 
