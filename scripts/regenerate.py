@@ -213,11 +213,7 @@ class Dialogue:
             record: conversation; the assistant's turns are dropped.
             seed: seed of the run.
         """
-        self.id = index
-        self.where = record.where
-        self.category = record.category
-        self.tools = record.tools
-        self.template_kwargs = record.template_kwargs
+        self.id, self.record = index, record
         self.messages: list[dict] = []
         self.truncated: list[int] = []
         self.is_cut = False
@@ -265,8 +261,8 @@ class Dialogue:
     def build_request_arguments(self, template_kwargs: Mapping[str, Any] | None) -> dict:
         """Build the arguments for a server besides messages: tools, arguments of the template."""
         arguments = {
-            "tools": self.tools,
-            "chat_template_kwargs": {**(template_kwargs or {}), **self.template_kwargs},
+            "tools": self.record.tools,
+            "chat_template_kwargs": {**(template_kwargs or {}), **self.record.template_kwargs},
         }
         return {key: value for key, value in arguments.items() if value}
 
@@ -277,12 +273,11 @@ class Dialogue:
 
     def build_row(self) -> dict:
         """Build the row to write; `truncated_turns` counts answers from 0."""
-        context = {"tools": self.tools, "chat_template_kwargs": self.template_kwargs}
         return {
             "id": self.id,
             "messages": [restore_parts(message) for message in self.messages],
-            **{key: value for key, value in context.items() if value},
-            "category": self.category,
+            **self.build_request_arguments(None),
+            "category": self.record.category,
             "truncated_turns": self.truncated,
         }
 
@@ -317,7 +312,7 @@ def answer_in_process(
         InputError: a batch does not fit in memory.
     """
     ordered = sorted(dialogues, key=lambda d: (-d.num_questions, -d.num_chars, d.id))
-    size = BATCHES_AT_A_TIME * answerer.batch_size
+    size = BATCHES_AT_A_TIME * answerer.config.batch_size
     try:
         for start in range(0, len(ordered), size):
             group = ordered[start : start + size]
@@ -327,8 +322,8 @@ def answer_in_process(
                         report([outcome])
     except torch.OutOfMemoryError as error:
         raise InputError(
-            f"batch_size={answerer.batch_size}: out of device memory; lower batch_size and start "
-            "again (finished rows are kept)"
+            f"batch_size={answerer.config.batch_size}: out of device memory; lower batch_size and "
+            "start again (finished rows are kept)"
         ) from error
 
 
@@ -338,25 +333,18 @@ class ConversationAnswerer:
     The generation config of the target applies.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        encoder: RecordEncoder,
-        batch_size: int,
-        max_new_tokens: int,
-        temperature: float,
-    ) -> None:
-        encoder.build_template({}, None)  # refuses a tokenizer that cannot render, before any work
-        self.target, self.encoder = target, encoder
-        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
-        self.sampling = Sampling(temperature)
+    def __init__(self, target: Target, config: RegenerateRun) -> None:
+        self.target, self.config = target, config
+        self.encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
+        # Refuses a tokenizer that cannot render, before any work.
+        self.encoder.build_template({}, None)
         self.max_prompt_tokens = (
-            None if target.max_positions is None else target.max_positions - max_new_tokens
+            None if target.max_positions is None else target.max_positions - config.max_new_tokens
         )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise InputError(
-                f"max_new_tokens={max_new_tokens}: leaves no room for a prompt in the window of "
-                f"{target.name}, {target.max_positions} tokens"
+                f"max_new_tokens={config.max_new_tokens}: leaves no room for a prompt in the "
+                f"window of {target.name}, {target.max_positions} tokens"
             )
 
     def encode_prompt(self, dialogue: Dialogue) -> list[int]:
@@ -368,7 +356,7 @@ class ConversationAnswerer:
         """
         try:
             ids = self.encoder.encode_prompt(
-                dialogue.template_messages, dialogue.tools, dialogue.template_kwargs
+                dialogue.template_messages, dialogue.record.tools, dialogue.record.template_kwargs
             )
             check_token_ids(ids, self.target, "its prompt".format)
         except InputError as error:
@@ -383,8 +371,9 @@ class ConversationAnswerer:
     def parse_answer(self, ids: list[int], dialogue: Dialogue) -> Answer:
         """Split an answer to a conversation, as token ids, into thinking, text and tool calls."""
         written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        template = self.encoder.build_template(dialogue.template_kwargs, dialogue.tools)
-        message = parse_reply(written, dialogue.template_messages, template, dialogue.tools)
+        tools = dialogue.record.tools
+        template = self.encoder.build_template(dialogue.record.template_kwargs, tools)
+        message = parse_reply(written, dialogue.template_messages, template, tools)
         return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)
 
 
@@ -393,10 +382,7 @@ def load_answerer(config: RegenerateRun, device: torch.device) -> ConversationAn
     target = load_target(config.target, device)
     apply_generation_config(target, plain=config.plain)
     pack_weights(target.model, target.output_head)
-    encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
-    return ConversationAnswerer(
-        target, encoder, config.batch_size, config.max_new_tokens, config.temperature
-    )
+    return ConversationAnswerer(target, config)
 
 
 def iter_group_outcomes(
@@ -406,7 +392,8 @@ def iter_group_outcomes(
 
     When one of `batch_size` answers ends, the next prompt starts.
     """
-    limits = answerer.max_new_tokens, answerer.batch_size
+    config = answerer.config
+    limits, sampling = (config.max_new_tokens, config.batch_size), Sampling(config.temperature)
     next_round: list[tuple[Dialogue, list[int]]] = []
 
     def ask(dialogue: Dialogue) -> Iterator[DialogueOutcome]:
@@ -424,7 +411,7 @@ def iter_group_outcomes(
     while next_round:
         asked, next_round = next_round, []
         requests = [Request(prompt, dialogue.compute_seed()) for dialogue, prompt in asked]
-        for number, ids in stream_answers(answerer.target, requests, *limits, answerer.sampling):
+        for number, ids in stream_answers(answerer.target, requests, *limits, sampling):
             dialogue, _ = asked[number]
             try:
                 dialogue.add_answer(answerer.parse_answer(ids, dialogue))
@@ -497,7 +484,7 @@ class OutcomeCounter:
             self.num_failed_in_a_row = self.num_failed_in_a_row + 1 if failed else 0
             if problem is None:
                 continue
-            text = f"{dialogue.where}: {problem}"
+            text = f"{dialogue.record.where}: {problem}"
             self.problems.setdefault(type(problem), []).append(text)
             if (
                 isinstance(problem, RequestRefusedError)

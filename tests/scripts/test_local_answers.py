@@ -11,7 +11,6 @@ from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record
-from data.templates.record_encoder import RecordEncoder
 from scripts import regenerate
 from scripts.regenerate import ConversationAnswerer, Dialogue
 from tests.chats import chats, rows_in, write_rows
@@ -69,9 +68,8 @@ def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> N
     (question, answer) = batched[1]["messages"]
     asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
     assert asked.advance_to_question()
-    ids = ConversationAnswerer(target, RecordEncoder(target.tokenizer), 4, 12, 0.0).encode_prompt(
-        asked
-    )
+    config = RegenerateRun(batch_size=4, max_new_tokens=12)
+    ids = ConversationAnswerer(target, config).encode_prompt(asked)
     prompt_length = len(ids)
     own = AutoModelForCausalLM.from_pretrained(target_path)
     text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
