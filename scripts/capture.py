@@ -440,9 +440,8 @@ def capture_shard(
     for batch in iter_batches(work, shard, source.texts):
         writers.raise_job_error()
         states = source.compute_states(batch)
-        for number in range(len(batch["input_ids"])):
-            tokens = select_token_fields({name: rows[number] for name, rows in batch.items()})
-            num_tokens = len(tokens["input_ids"])
+        for number, num_tokens in enumerate((batch["document_ids"] >= 0).sum(1).tolist()):
+            tokens = {f.name: batch[f.name][number, :num_tokens].to(f.dtype) for f in TOKEN_FIELDS}
             real = {name: each[number, :num_tokens] for name, each in states.items()}
             stored = build_stored_tensors(target, contents, real, tokens)
             sequences.append((tokens, copies.start_copy(stored)))
@@ -486,7 +485,7 @@ def build_stored_tensors(
         target: target with an output head.
         contents: contents of the store.
         states: [n, D] hidden states by name.
-        tokens: [n] fields, result of `select_token_fields`.
+        tokens: [n] ids, documents and masks, without padding.
     """
     tensors: dict[str, Tensor] = {}
     for name in contents.state_names:
@@ -501,12 +500,6 @@ def build_stored_tensors(
             target, states[HIDDEN_STATES].to(target.device), contents.top_k, asked
         )
     return tensors
-
-
-def select_token_fields(row: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select ids, documents and masks [n] of a packed sequence, without padding."""
-    num_tokens = int((row["document_ids"] >= 0).sum())
-    return {field.name: row[field.name][:num_tokens].to(field.dtype) for field in TOKEN_FIELDS}
 
 
 @torch.no_grad()
