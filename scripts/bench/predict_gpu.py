@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,15 +64,9 @@ def count_operations(name: str, shape: str, sizes: dict[str, int]) -> dict[str, 
     """Count the operations of a step, in a separate process on the emulated GPU."""
     print(f"{name}, {shape}", file=sys.stderr, flush=True)
     job = {"name": name, "shape": shape, **sizes}
-    with tempfile.TemporaryDirectory() as folder:
-        question = Path(folder) / "job.json"
-        question.write_text(json.dumps(job))
-        command = [sys.executable, "-c", WORKER, str(compile_emulator()), str(question)]
-        paths = os.pathsep.join(map(str, (ROOT, TESTS)))
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
+    command = [sys.executable, "-c", WORKER, str(compile_emulator()), json.dumps(job)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS)))}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InputError(f"{job} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

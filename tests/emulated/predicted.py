@@ -177,11 +177,11 @@ def _told(meter: Meter) -> Row:
     }  # fmt: skip
 
 
-def main(path: str) -> None:
-    """Prints what the job in a file gives, in JSON."""
+def main(question: str) -> None:
+    """Prints what a job gives; both are JSON."""
     from emulated import cuda, device
 
     cuda.install()
-    job = json.loads(Path(path).read_text())
+    job = json.loads(question)
     with device.Mode():
         print(json.dumps(trained(job) if job["shape"] == "train" else decoded(job)))
