@@ -30,7 +30,7 @@ def check_export(config: ExportRun) -> None:
     """
     if config.head.path is None:
         raise InputError("head.path is unset; type a folder with a trained head, or a Hub id")
-    check_export_folder(Path(config.out_dir), config.format.value, name_head(config.head))
+    check_export_folder(config)
     words = config.tokenizer_gguf
     if words is not None and config.format is not ExportFormat.llamacpp:
         raise InputError(
@@ -48,19 +48,13 @@ def name_head(head: HeadRef) -> str:
     return str(head.path) if local is None else str(local.absolute())
 
 
-def check_export_folder(folder: Path, engine: str, head: str) -> None:
-    """Refuse a folder that holds anything but an earlier export of the same head and format.
-
-    Args:
-        folder: folder to write.
-        engine: format to write.
-        head: `name_head` of the head.
+def check_export_folder(config: ExportRun) -> None:
+    """Refuse an `out_dir` that holds anything but an earlier export of the same head and format.
 
     Raises:
         InputError: names what is found.
     """
-    if not folder.is_dir():
-        return
+    folder, head = Path(config.out_dir), name_head(config.head)
     there = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     if not there:
         return
@@ -75,7 +69,7 @@ def check_export_folder(folder: Path, engine: str, head: str) -> None:
             f"{', ...' if len(unknown) > 3 else ''}; {remedy}"
         )
     found = {"format": record.get("format"), "head": made.get(SOURCE)}
-    if found != {"format": engine, "head": head}:
+    if found != {"format": config.format.value, "head": head}:
         raise InputError(
             f"out_dir={folder}: holds the export of head.path={found['head']} for "
             f"format={found['format']}, which stays; {remedy}"
