@@ -148,8 +148,7 @@ def main(config: RepairRun) -> None:
     if next(head.iter_config_variants(), None) is None:
         raise InputError(
             f"head.path={config.head.path}: {head.name_with_article} has no settings with known "
-            "silent "
-            "faults; measure it with eval/acceptance.py"
+            "silent faults; measure it with eval/acceptance.py"
         )
     rows, best = find_best_variant(bench, config)
     if not bench.is_main_process:

@@ -40,9 +40,8 @@ def main(config: ShowMaskRun) -> None:
             console.rule()
             learnt, total = sum(sample.loss_mask), len(sample.input_ids)
             cut = config.data.max_length
-            line = (
-                f"{record.where}: {learnt} of {total} tokens learnt ({learnt / max(total, 1):.1%})"
-            )
+            line = f"{record.where}: {learnt} of {total} tokens learnt"
+            line += f" ({learnt / max(total, 1):.1%})"
             line += f", cut at data.max_length={cut}" if total > cut else ""
             console.print(line, markup=False, soft_wrap=True)
             if sample.unrendered_parts:

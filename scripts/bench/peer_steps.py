@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -27,6 +27,8 @@ NUM_LAYERS = 3
 IGNORED = -100
 LEARNING_RATE = 1e-4
 LARGEST_NORM = 1.0
+PeerTraining = tuple[nn.Module, Callable[[], Tensor]]
+"""A head, and the function of its loss on the text."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,6 @@ def _draw_sequence(tokens: int, vocab: int, generator: torch.Generator) -> dict[
     }
 
 
-class PeerTraining(NamedTuple):
-    """Hold a head, and the function of its loss on the text."""
-
-    head: nn.Module
-    loss: Callable[[], Tensor]
-
-
 def build_eagle3_step(inputs: StepInputs, compiled: bool = False) -> PeerTraining:
     """Build the step of `train/eagle.py`, with a frozen output head and the weights of speculators.
 
@@ -199,7 +194,7 @@ def build_own_step(objective: Any, inputs: StepInputs, compiled: bool) -> PeerTr
         scale = weights / counts.clamp_min(1)
         return objective(batch, scale).total
 
-    return PeerTraining(objective.head.train(), loss)
+    return objective.head.train(), loss
 
 
 def build_original_medusa_step(inputs: StepInputs) -> PeerTraining:
@@ -226,7 +221,7 @@ def build_original_medusa_step(inputs: StepInputs) -> PeerTraining:
             (predicted.topk(1).indices[learnt, 0] == wanted[learnt]).float().mean().item()
         return torch.stack(losses).sum()
 
-    return PeerTraining(head.train(), loss)
+    return head.train(), loss
 
 
 def build_speculators_step(inputs: StepInputs) -> PeerTraining:
@@ -265,7 +260,7 @@ def build_speculators_step(inputs: StepInputs) -> PeerTraining:
         _draft_tokens, total, _metrics = model(**batch, **settings)
         return total
 
-    return PeerTraining(model, loss)
+    return model, loss
 
 
 def _build_speculators_batch(inputs: StepInputs) -> dict[str, Tensor]:
@@ -314,11 +309,12 @@ STEPS_BY_NAME: dict[str, Callable[[StepInputs], PeerTraining]] = {
 
 def build_stepper(training: PeerTraining) -> Callable[[], Tensor]:
     """Build a function that takes one optimizer step and returns the loss before the step."""
-    parameters = [each for each in training.head.parameters() if each.requires_grad]
+    head, loss = training
+    parameters = [each for each in head.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
     def step() -> Tensor:
-        total = training.loss()
+        total = loss()
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)
         optimizer.step()

@@ -149,8 +149,7 @@ def _translate_hub_errors(repo_id: str, endpoint: str) -> Iterator[None]:
         elif status == 403:
             problem = (
                 f"this token may not write there (HTTP 403): {format_hub_error(error)}; set "
-                "HF_TOKEN to one "
-                "that may"
+                "HF_TOKEN to one that may"
             )
         raise InputError(f"repo_id={repo_id}: {problem}") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled) as error:

@@ -249,9 +249,8 @@ def _format_speedup(speedup: dict[str, Any]) -> list[str]:
     faster = f", the faster of it and {' and '.join(others)}" if others else ""
     summary = (
         f"Decoding at batch {speedup.get('batch_size', 1)}{_format_dtype_and_device(speedup)}; "
-        "speed-up over "
-        f"`{speedup['baseline']}`{faster}, without drafting; efficiency is the speed-up of "
-        "decoding / tau."
+        f"speed-up over `{speedup['baseline']}`{faster}, without drafting; efficiency is the "
+        "speed-up of decoding / tau."
     )
     dialogues = count_dialogues(speedup["methods"][speedup["baseline"]]["prompts"])
     header = ["method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency"]
