@@ -9,12 +9,12 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count, product
+from itertools import count, product, repeat, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -128,53 +128,40 @@ def make_feature_layers(reading: Reading) -> ServerFeatureLayers:
 # The other processes: each takes jobs as lines of JSON, until its input ends.
 
 
-def serve_states() -> None:
+def serve_states(job: dict[str, Any], answer: Callable[[Any], None]) -> None:
     """Run a stand-in, or a relay of its folder, until the next line of input."""
-    answer = take_answers()
-    while line := sys.stdin.readline():
-        job = json.loads(line)
-        server: StandIn | RelayServer
-        if "folder" in job:
-            config = RelayRun(folder=job["folder"])
-            config.port = 0
-            server = RelayServer(config, None)
-        else:
-            reading = Reading(*job["reading"])
-            server = StandIn(make_feature_layers(reading), reading.length)
-        with server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            answer({"url": server.url, "folder": str(server.folder)})
-            sys.stdin.readline()
-            server.shutdown()
-
-
-def read_states() -> None:
-    """Read documents for some seconds; start when the next line says that all are ready."""
-    answer = take_answers()
-    while line := sys.stdin.readline():
-        job = json.loads(line)
+    server: StandIn | RelayServer
+    if "folder" in job:
+        config = RelayRun(folder=job["folder"])
+        config.port = 0
+        server = RelayServer(config, None)
+    else:
         reading = Reading(*job["reading"])
-        way = RelayFiles(job["relay"], TIMEOUT_S) if job["relay"] else None
-        endpoint, taps = Endpoint(job["url"], timeout_s=TIMEOUT_S), make_feature_layers(reading)
-        client = HiddenStatesClient(endpoint, taps, reading.concurrency, way)
-        document = list(range(reading.length))
-        with HiddenStatesPool([client]) as pool:
-            for _ in pool.stream_states([document] * (3 * reading.concurrency)):
-                pass  # memory is allocated by then
-            answer(None)
-            sys.stdin.readline()
-            watch = Stopwatch()
-            answers = pool.stream_states(_repeat_document(document, watch, reading.seconds))
-            num_bytes = sum(each.nbytes for states in answers for each in states.values())
-            answer([num_bytes, watch.host_seconds(), watch.processor_seconds()])
+        server = StandIn(make_feature_layers(reading), reading.length)
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answer({"url": server.url, "folder": str(server.folder)})
+        sys.stdin.readline()
+        server.shutdown()
 
 
-def _repeat_document(document: list[int], watch: Stopwatch, seconds: float) -> Iterator[list[int]]:
-    while watch.host_seconds() < seconds:
-        yield document
-
-
-WORK = {"serve": serve_states, "read": read_states}
+def read_states(job: dict[str, Any], answer: Callable[[Any], None]) -> None:
+    """Read documents for some seconds; start when the next line says that all are ready."""
+    reading = Reading(*job["reading"])
+    way = RelayFiles(job["relay"], TIMEOUT_S) if job["relay"] else None
+    endpoint, taps = Endpoint(job["url"], timeout_s=TIMEOUT_S), make_feature_layers(reading)
+    client = HiddenStatesClient(endpoint, taps, reading.concurrency, way)
+    document = list(range(reading.length))
+    with HiddenStatesPool([client]) as pool:
+        for _ in pool.stream_states([document] * (3 * reading.concurrency)):
+            pass  # memory is allocated by then
+        answer(None)
+        sys.stdin.readline()
+        watch = Stopwatch()
+        documents = takewhile(lambda _: watch.host_seconds() < reading.seconds, repeat(document))
+        answers = pool.stream_states(documents)
+        num_bytes = sum(each.nbytes for states in answers for each in states.values())
+        answer([num_bytes, watch.host_seconds(), watch.processor_seconds()])
 
 
 def measure_servers(size: str) -> Figures:
@@ -229,4 +216,7 @@ def measure_busy_seconds(worker: WorkerProcess) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    WORK[sys.argv[1]]()
+    work = {"serve": serve_states, "read": read_states}[sys.argv[1]]
+    send = take_answers()
+    while line := sys.stdin.readline():
+        work(json.loads(line), send)
