@@ -190,11 +190,11 @@ def start_run(
 
 @contextmanager
 def open_run(
-    sizes: RunSizes, stored: bool = False
+    sizes: RunSizes, samples: Iterable[Sample] | None = None, stored: bool = False
 ) -> Iterator[tuple[loop.TrainingLoop, PackedDataset]]:
     """Open a run as `start_run` does, in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        run, train = start_run(sizes, Path(folder) / "out", stored=stored)
+        run, train = start_run(sizes, Path(folder) / "out", samples, stored)
         with closing(run):
             yield run, train
 
@@ -286,7 +286,7 @@ def measure_training(head: str, size: str, stored: bool = False) -> Figures:
     sizes = replace(SIZES[size], head=head)
     if stored and size == "8b":
         sizes = replace(sizes, hidden=8192, layers=80)
-    with open_run(sizes, stored) as (run, data):
+    with open_run(sizes, stored=stored) as (run, data):
         estimated = estimate_run_bytes(run, sizes)
         numbers = sum(map(Tensor.numel, run.job.objective.head.parameters()))
         yield "parameters of the head, M", numbers / 1e6
@@ -374,15 +374,13 @@ def measure_step_memory(job: dict[str, Any]) -> dict[str, Any]:
     texts = [[generator.randrange(sizes.vocab) for _ in range(length)] for _ in range(8)]
     samples = [Sample(ids, [True] * length) for ids in texts]
     with (
-        tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        open_run(sizes, samples) as (run, _),
     ):
-        run, _ = start_run(sizes, Path(folder) / "out", samples)
         for _ in range(2):  # DDP lays its buckets out anew in the second step
             run.optimizer_step()
         with record_function("measured"):
             run.optimizer_step()
-        run.close()
     peak = compute_peak_bytes(profiler.profiler.kineto_results.events(), "measured")
     parts = estimate_run_bytes(run, sizes)
     processes.end_processes(run.accelerator)

@@ -144,9 +144,7 @@ def make_embedded(folder: Path, recipe: Recipe) -> None:
         save_trained(target, tokenizer, place)
     target, tokenizer = load_trained(place)
     rng = random.Random(recipe.seed)
-    chosen = choose_prompts(
-        learnt, recipe.num_conversations, tokenizer, recipe.max_prompt_tokens, rng
-    )
+    chosen = choose_prompts(learnt, recipe.num_conversations, tokenizer, recipe, rng)
     answers = answer_prompts(target, tokenizer, chosen, recipe)
     rows = []
     for piece, answer in zip(chosen, answers, strict=True):
@@ -155,7 +153,7 @@ def make_embedded(folder: Path, recipe: Recipe) -> None:
             messages = [{"role": role, "content": content} for role, content in turns]
             rows.append({"messages": messages, "category": piece.category, "file": piece.file})
     write_jsonl(folder / "train.jsonl", rows)
-    prompts = choose_prompts(held_out, recipe.num_prompts, tokenizer, recipe.max_prompt_tokens, rng)
+    prompts = choose_prompts(held_out, recipe.num_prompts, tokenizer, recipe, rng)
     asked = [
         {"question_id": i, "category": p.category, "turns": [p.prompt], "file": p.file}
         for i, p in enumerate(prompts)
@@ -335,7 +333,7 @@ def choose_prompts(
     pieces: list[CodeChat],
     count: int,
     tokenizer: PreTrainedTokenizerFast,
-    max_prompt_tokens: int,
+    recipe: Recipe,
     rng: random.Random,
 ) -> list[CodeChat]:
     """Choose prompts in equal shares of the categories, in turn, short enough and distinct."""
@@ -343,7 +341,7 @@ def choose_prompts(
     unique = {
         piece.prompt: piece
         for piece, ids in zip(pieces, lengths, strict=True)
-        if _FEWEST_PROMPT_TOKENS <= len(ids) <= max_prompt_tokens
+        if _FEWEST_PROMPT_TOKENS <= len(ids) <= recipe.max_prompt_tokens
     }
     columns = [[p for p in unique.values() if p.category == name] for name in CATEGORIES]
     for column in columns:

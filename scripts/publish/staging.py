@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from conf.command.run_record import to_json
 from conf.errors import InputError
@@ -22,7 +21,7 @@ from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile
 from heads.export.writer import LOADER_VERSIONS
-from heads.folders import PROVENANCE, load_export_record
+from heads.folders import PROVENANCE, list_tensor_names, load_export_record
 from heads.kinds import load_head
 from scripts.publish.model_card import ExportFacts
 
@@ -244,8 +243,7 @@ def verify_staged_export(
 def _iter_tensor_names(staged: Path) -> Iterator[str]:
     """Yield the names of all tensors in a folder and its subfolders."""
     for path in staged.rglob(f"*{WEIGHTS}"):
-        with safe_open(path, "pt") as file:
-            yield from file.keys()
+        yield from list_tensor_names(path)
     for path in staged.rglob(f"*{GGUF}"):
         yield from GgufFile(path, "exports").table
 
