@@ -401,18 +401,6 @@ def has_architecture(folder: Path, architectures: Sequence[str], model_type: str
     return settings.get("speculators_model_type") == model_type or bool(named)
 
 
-def load_model_config(folder: Path) -> dict[str, Any]:
-    """Load the `config.json` of a folder; empty if the file is no JSON object.
-
-    A later reader reports the damage.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError:
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
 def load_tensors(file: Path) -> "dict[str, Tensor]":
     """Load all tensors of a safetensors file to the CPU.
 
