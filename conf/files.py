@@ -412,12 +412,14 @@ def load_json(path: Path) -> dict[str, Any] | None:
     """Load the object in a JSON file; None if there is no such file.
 
     Raises:
-        InputError: the file is not JSON, or no object.
+        InputError: the file cannot be read, is not JSON, or no object.
     """
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(retry_io(partial(path.read_text, encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}; repair the file") from error
     if not isinstance(content, dict):

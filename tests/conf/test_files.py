@@ -1,5 +1,6 @@
-"""A folder's lock: who holds it, who is refused, and when it is taken over."""
+"""A folder's lock: who holds it, who is refused, when it is taken over; and JSON files."""
 
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from conf import files
 from conf.errors import InputError
-from conf.files import find_lock_owner, lock_file
+from conf.files import find_lock_owner, load_json, lock_file
 
 HOST, PID = socket.gethostname(), os.getpid()
 HOLD = (
@@ -138,3 +139,18 @@ def test_a_lock_taken_over_meanwhile_stays_with_its_owner(
     with pytest.raises(InputError, match=f"process {PID} on {HOST}"):
         lock_file(path)
     assert path.read_text() == alive
+
+
+def test_a_json_file_that_cannot_be_read_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert load_json(path) == {}
+
+    def refuse(self: Path, encoding: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(InputError, match=r"config\.json: cannot be read: Permission denied"):
+        load_json(path)
