@@ -408,8 +408,12 @@ def compute_checksum(parts: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def load_json(path: Path) -> dict[str, Any] | None:
+def load_json(path: Path, setting: str = "") -> dict[str, Any] | None:
     """Load the object in a JSON file; None if there is no such file.
+
+    Args:
+        path: the file.
+        setting: "key=value: " of the setting that leads to the file, for errors.
 
     Raises:
         InputError: the file cannot be read, is not JSON, or no object.
@@ -419,11 +423,13 @@ def load_json(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(retry_io(partial(path.read_text, encoding="utf-8")))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
+        raise InputError(
+            f"{setting}{path}: cannot be read: {error.strerror}; make it readable"
+        ) from error
     except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}; repair the file") from error
+        raise InputError(f"{setting}{path}: not JSON: {error}; repair the file") from error
     if not isinstance(content, dict):
         raise InputError(
-            f"{path}: holds a {type(content).__name__}, not an object; repair the file"
+            f"{setting}{path}: holds a {type(content).__name__}, not an object; repair the file"
         )
     return content

@@ -203,7 +203,7 @@ def _load_local_config(
         from heads.gguf_target import load_gguf_target
 
         return load_gguf_target(path, revision, key).sizes
-    return load_json(file)
+    return load_json(file, f"{key}={path}: ")
 
 
 def _find_connection_error(url: str) -> OSError | None:

@@ -109,7 +109,7 @@ def test_a_target_is_whole_or_refused() -> None:
     for path, message in (
         ("file", r"target\.path=file: is a file; name its folder"),
         ("empty", r"target\.path=empty: no config\.json there; found \[\]"),
-        ("broken", r"target\.path=broken: cannot read broken/config\.json: "),
+        ("broken", r"target\.path=broken: broken/config\.json: not JSON: "),
         ("bare", r"target\.path=bare: no weights there; must have \*\.safetensors or"),
         ("parts", r"target\.path=parts: 1 of 2 files of weights are missing, e\.g\. model-2\.saf"),
         ("nameless", r"has no model_type"),

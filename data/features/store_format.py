@@ -212,7 +212,7 @@ class StorePlan:
         """
         if folder.exists() and not folder.is_dir():
             raise InputError(f"out_dir={folder}: is a file; name a folder")
-        if (before := load_json(folder / PLAN)) is not None:
+        if (before := load_json(folder / PLAN, f"out_dir={folder}: ")) is not None:
             what, now = f"out_dir={folder} holds a capture", flatten_settings(self.to_json())
             check_unchanged(what, flatten_settings(before), now)
             return
@@ -332,7 +332,7 @@ class Manifest:
         Raises:
             InputError: the manifest is missing, damaged or of another version.
         """
-        stored = load_json(folder / MANIFEST)
+        stored = load_json(folder / MANIFEST, f"data.features={folder}: ")
         if stored is None:
             problem = "is missing, so this is no store or its capture has not ended"
             raise make_store_error(folder, f"data.features={folder}: {MANIFEST} {problem}")
