@@ -349,6 +349,13 @@ def print_tree_search(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def is_clock_disturbed(result: dict[str, Any]) -> bool:
+    """Tell whether the found shape's speed-up, measured or simulated, is beyond its tau."""
+    way = "simulated" if result["measured"] is None else "measured"
+    found = result["found"]
+    return bool(found[f"{way}_speedup"] > MOST_OVER_TAU * found[f"{way}_tau"])
+
+
 def judge_tree(result: dict[str, Any], num_dialogues: int) -> str:
     """Say from real decoding whether the found shape pays; from a replay where none was timed.
 
@@ -362,10 +369,11 @@ def judge_tree(result: dict[str, Any], num_dialogues: int) -> str:
     plural = "" if num_dialogues == 1 else "s"
     figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
     figure += f" ({way}, {num_dialogues} other dialogue{plural})"
-    if speedup > MOST_OVER_TAU * found[f"{way}_tau"]:
+    if is_clock_disturbed(result):
         return (
             "The clock was disturbed, as a step with drafts takes no less than one without: "
-            f"{figure} at tau {found[f'{way}_tau']:.2f}; search again while the machine is idle."
+            f"{figure} at tau {found[f'{way}_tau']:.2f}; no shape is written, search again while "
+            "the machine is idle."
         )
     if num_dialogues < FEWEST_DIALOGUES:
         return f"Too few prompts to judge this shape: {figure}."
@@ -416,7 +424,7 @@ def main(config: TreeSearchRun) -> None:
     path, _ = write_result(config, "tree_search.json", result, measurement)
     plot_tree_search(result, path.with_suffix(".png"))
     console.print(f"wrote {path} and {path.with_suffix('.png')}")
-    if config.write and recorded is None:
+    if config.write and recorded is None and not is_clock_disturbed(result):
         content = {
             **describe_shape(best.shape),
             "device": costs.curve.device,

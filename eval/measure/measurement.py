@@ -180,6 +180,7 @@ def open_measurement(
     prompts, left_out = select_fitting_prompts(run, target, render_first_turns(chosen, encoder))
     if not prompts:
         raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
+    target_changes: list[str] = []
     if state.is_main_process:
         print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
@@ -192,9 +193,8 @@ def open_measurement(
                 if (beyond := sum(length > window for length in lengths))
             )
         )
-        identity = identify_target(run.target, target.tokenizer, target.dtype)
-        heads_and_target = ((str(ref.path), ref.revision, identity) for ref in refs)
-        print_notes(*(format_target_change("head.path", *each) for each in heads_and_target))
+        target_changes = _format_target_changes(run, target, refs)
+        print_notes(*target_changes)
     digests = [compute_prompt_digest(chosen[prompt.dialogue]) for prompt in prompts]
     trained_on = [
         compare_statements(str(ref.path), trained, digests)
@@ -219,6 +219,7 @@ def open_measurement(
         "chat_template_kwargs": stated.chat_template_kwargs,
         "target_dtype": stated.target_dtype,
         "trained_on": trained_on,
+        "target_changes": target_changes,
         "num_copies": records.num_copies,
         "num_prompts": 0,
         "num_bad": len(records.bad) + len(left_out),
@@ -240,6 +241,17 @@ def open_measurement(
         data["num_prompts"] = len(gather_items(prompts))
         if_it_fails.pop_all()
     return replace(measurement, prompts=prompts)
+
+
+def _format_target_changes(
+    run: MeasureRun, target: EmbeddingsAndOutputHead, refs: Sequence[HeadRef]
+) -> list[str]:
+    """Format a line for each head that was trained for another target."""
+    identity = identify_target(run.target, target.tokenizer, target.dtype)
+    lines = (
+        format_target_change("head.path", str(ref.path), ref.revision, identity) for ref in refs
+    )
+    return [line for line in lines if line is not None]
 
 
 def _open_target(

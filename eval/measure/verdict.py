@@ -76,8 +76,9 @@ def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
 
 
 def _add_reservations(verdict: Verdict, result: Mapping[str, Any]) -> Verdict:
-    """Add what makes figures too good, or llama.cpp slower than others, to a verdict."""
-    trained = (result.get("data") or {}).get("trained_on") or []
+    """Add what makes figures too good or too bad, or llama.cpp slow, to a verdict."""
+    data = result.get("data") or {}
+    trained = data.get("trained_on") or []
     known = max(((each["num_trained"] or 0, each["num_dialogues"]) for each in trained), default=())
     if known and known[0]:
         outcome = Outcome.unclear if verdict.outcome is Outcome.worth else verdict.outcome
@@ -85,6 +86,10 @@ def _add_reservations(verdict: Verdict, result: Mapping[str, Any]) -> Verdict:
             " {} of {} dialogues begin with prompts that the head was trained on, so these figures"
         )
         verdict = Verdict(outcome, f"{verdict.sentence}{more.format(*known)} are too good.")
+    if data.get("target_changes"):
+        outcome = Outcome.unclear if verdict.outcome is Outcome.worth else verdict.outcome
+        more = "The head was trained for another target: measure it with that target."
+        verdict = Verdict(outcome, f"{verdict.sentence} {more}")
     if str(result.get("target")).endswith(".gguf"):
         more = (
             "llama.cpp serves this target; on a CPU no head pays there (docs/serving/llama_cpp.md)."

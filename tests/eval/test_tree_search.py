@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 from dataclasses import asdict
 from functools import partial
@@ -272,8 +273,9 @@ def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
 
 @pytest.mark.parametrize("family", ["medusa", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_the_command_finds_a_shape_that_decoding_then_uses(
-    setting, tmp_path, family: str, capsys
+    setting, tmp_path, family: str, capsys, monkeypatch
 ) -> None:
+    monkeypatch.setattr(tree_search, "MOST_OVER_TAU", math.inf)  # whatever else runs here
     head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
     result = searched(setting, head, tmp_path / "s")
     out = capsys.readouterr().out
@@ -342,7 +344,11 @@ def test_the_verdict_follows_the_figures(gain, speedup, found, dialogues, senten
     rows["found"] |= {"measured_tau": 1.6, "simulated_tau": 1.6}
     result = {**rows, "measured": {}, "measured_gain": gain, "simulated_gain": gain}
     figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
-    advice = " at tau 1.60; search again while the machine is idle" if speedup > 1.6 else ""
+    advice = (
+        " at tau 1.60; no shape is written, search again while the machine is idle"
+        if speedup > 1.6
+        else ""
+    )
     said = f"{sentence}{figure} (measured, {dialogues} other dialogues){advice}."
     assert tree_search.judge_tree(result, dialogues) == said
     replayed = tree_search.judge_tree(result | {"measured": None}, dialogues)
@@ -376,6 +382,8 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
     few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
     assert searched(own, head, tmp_path / "o", **few)["measured_gain"]
+    monkeypatch.setattr(tree_search, "MOST_OVER_TAU", 0.0)
+    searched(own, head, tmp_path / "disturbed", **few | {"write": True})
     assert not (head / "draft_tree.json").exists()
     assert (
         seen["replay_target_texts"] == seen["estimate_advice"] == [(0, 1), (2, 1), (0, 2), (2, 2)]

@@ -139,6 +139,11 @@ def test_it_is_measured_and_told_apart_from_another_quantisation(
     assert result["tau"] >= 1
     assert "trained for another target" not in said["Q4_1"]
     assert "trained for another target" in said["Q8_0"]
+    assert result["data"]["target_changes"] == []
+    other = json.loads((run_dir / "Q8_0" / "acceptance.json").read_text())
+    assert [" ".join(line.split()) in said["Q8_0"] for line in other["data"]["target_changes"]] == [
+        True
+    ]
 
 
 def test_a_store_is_of_one_quantisation(folder: Path) -> None:

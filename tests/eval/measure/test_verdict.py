@@ -64,6 +64,13 @@ def test_figures_that_are_too_good_are_no_reason_to_go_on() -> None:
         assert judge(result | few) == fresh
 
 
+def test_a_head_of_another_target_is_not_judged() -> None:
+    result = acceptance(10, 2.0, (1.8, 2.2)) | {"data": {"target_changes": ["head.path=..."]}}
+    verdict = judge_acceptance(result)
+    assert verdict.outcome is Outcome.unclear
+    assert verdict.sentence.endswith(" another target: measure it with that target.")
+
+
 def test_a_gguf_target_is_judged_by_what_llama_cpp_does() -> None:
     result = acceptance(10, 2.0, (1.8, 2.2)) | {"target": "chat.Q4_1.gguf"}
     assert "on a CPU no head pays there" in judge_acceptance(result).sentence
