@@ -424,7 +424,9 @@ def train(checkout: Checkout) -> None:
         }
     )
     long = {name: f"{HEADS[name]} {ON} train.max_steps=99999 out_dir={{out}}" for name in LONG}
-    checkout.run({f"long {name}": line for name, line in long.items()}, until="\ntraining: ")
+    checkout.run(
+        {f"long {name}": line for name, line in long.items()}, until="\nmemory on each device"
+    )
 
 
 LONG = ("medusa", "eagle3")
