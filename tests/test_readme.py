@@ -36,7 +36,7 @@ from eval.preflight_checks import list_methods
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
 DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
-ROOMS = ("data/servers", "heads/blocks", "heads/mtp", "heads/target_model")
+ROOMS = ("data/servers", "eval/serving", "heads/blocks", "heads/mtp", "heads/target_model")
 OF_FOLDERS = [f"{folder}/README.md" for folder in (*FOLDERS, *ROOMS)]
 MEASURE = "eval/measure/README.md"
 SERVED = "docs/results/serving.md"
@@ -75,7 +75,7 @@ NAMES = """
     target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
     conditions
     draft_seconds from value role content tool_calls save_to_disk null
-    d2t lm_head token_map output_hidden_states size_n first_token smollm2
+    output_hidden_states size_n first_token smollm2
 """
 
 
@@ -208,7 +208,7 @@ def test_paths_exist(page: str) -> None:
 
 def test_rooms_and_files_beside_a_page_exist() -> None:
     named = in_code(r"\w+/|\w+\.(py|yaml|slurm)")
-    assert ("train/README.md", "loop/") in named
+    assert ("heads/blocks/README.md", "dspark.py") in named
     for page, path in named:
         if path.startswith("golden"):
             continue  # a command writes these
