@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its commands run in their order, and print and write what the page shows."""
+"""The tutorial's commands run in their order, and print and write what its two pages show."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from data.embedded import TARGET_PATH
 from tests import commands
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs/tutorial.md").read_text()
+PAGE = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("tutorial", "tutorial_serve"))
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 STEPS = [
     (text, shown if kind == "text" else "")
@@ -72,5 +72,5 @@ def test_what_a_command_names_as_the_next_is_what_the_page_goes_on_with() -> Non
     named = [re.search(r"^  (?:python|accelerate launch) (\S+)", shown, re.M) for _, shown in STEPS]
     assert [found and found[1] for found in named] == [
         "train/eagle.py", "eval/acceptance.py", "eval/speedup.py", "scripts/regenerate.py",
-        "eval/serve.py", None, "scripts/push.py",
+        "eval/serve.py",
     ]  # fmt: skip
