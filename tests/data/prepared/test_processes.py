@@ -173,7 +173,7 @@ def test_workers_end_with_a_start_that_is_killed(config: DataConfig, tmp_path: P
     start = started(config, "pass", rows=16, before=HANG)
     workers: list[int] = []
     try:
-        for _ in range(300):
+        for _ in range(1200):
             workers = workers_of(start.pid)
             if (tmp_path / "hanging").exists() and len(workers) >= 3:
                 break
