@@ -123,7 +123,11 @@ dflash_layers = wrong(one_up, "dflash_config", "target_layer_ids")
 dspark_layers = wrong(one_up, "target_layer_ids")
 dspark_anchor = wrong(operator.not_, "sample_from_anchor")
 eagle_output = wrong(operator.not_, "norm_output")
-theta = wrong(lambda _: 3.0, "rope_parameters", "rope_theta")
+
+
+def theta(config: dict[str, Any]) -> None:
+    """Both places that name theta, as a config that contradicts itself is refused."""
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 3.0
 
 
 def eagle_layers(config: dict[str, Any]) -> None:
