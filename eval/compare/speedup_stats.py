@@ -16,7 +16,7 @@ from rich.table import Table
 
 from conf.settings.measure import SpeedupRun
 from eval.compare.methods import Method
-from eval.compare.timing import PromptRun
+from eval.compare.timing import STEP_PARTS, PromptRun
 from eval.decode.engine import count_common_prefix
 from eval.measure.acceptance_stats import (
     PromptSteps,
@@ -32,8 +32,8 @@ from eval.measure.prompts import Prompt, count_thinking_tokens
 from eval.preflight_checks import BASELINES, VANILLA
 from heads.target_model.model import Target
 
-PARTS = ("prefill", "draft", "verify", "accept", "step", "host")
-TIMES = ("prefill", "draft", "verify", "accept", "step", "total")
+PARTS = ("prefill", *STEP_PARTS, "host")
+TIMES = ("prefill", *STEP_PARTS, "total")
 SHARED = (
     "draft_tokens", "tau", "tau_ci95", "acceptance_length", "alpha", "per_position", "histogram",
     "num_steps", "num_drafted", "num_accepted", "by_part",
@@ -140,7 +140,7 @@ def _sum_part_seconds(name: str, runs: list[PromptRun]) -> dict[str, float]:
     parts = {
         part: _median_total(run.seconds_per_repeat(name, part) for run in runs) for part in PARTS
     }
-    for part in ("draft", "verify", "accept", "step"):
+    for part in STEP_PARTS:
         profiled = [run for run in runs if name in run.busy]
         lasted_s = _median_total(run.seconds_per_repeat(name, part) for run in profiled)
         if lasted_s:

@@ -16,6 +16,8 @@ from eval.decode.engine import Generation, Step
 from eval.measure.measurement import Measurement, compute_prompt_seed, gather_items
 from eval.measure.prompts import Prompt
 
+STEP_PARTS = ("draft", "verify", "accept", "step")
+"""Parts of a decoding step; `step` is all three where one CUDA graph holds them."""
 JOBS_PER_SIZE = 1 << 32
 """Job numbers reserved for each batch size in a journal."""
 
@@ -119,7 +121,10 @@ def measure_methods(
 def _profile_busy_seconds(
     name: str, method: Method, runs: list[PromptRun], seed: int, batch_size: int
 ) -> None:
-    """Add the GPU's working seconds to the runs of a job."""
+    """Add the GPU's working seconds to the runs of a job; transformers' loops have no parts."""
+    timed = (run.seconds_per_repeat(name, part) for run in runs for part in STEP_PARTS)
+    if not any(map(any, timed)):
+        return
     if method.forget:
         method.forget()
     prompts = [run.prompt for run in runs]

@@ -1,11 +1,15 @@
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conf.command.clock import DecodingTimes
 from conf.command.jsonl_store import JsonlStore
 from conf.settings.measure import SpeedupRun
+from eval.compare import timing
 from eval.compare.methods import Method
 from eval.compare.timing import PromptRun, measure_methods
 from eval.decode.engine import Generation, Step
@@ -184,3 +188,21 @@ def test_tokens_after_the_prompt_are_counted_apart() -> None:
     run = PromptRun(prompt("a"), {"tree": [text, text], "silent": [Generation([7])]})
     assert (run.num_tokens("tree"), run.num_decoded("tree")) == (3, 2)
     assert (run.num_tokens("silent"), run.num_decoded("silent")) == (1, 0)
+
+
+def test_only_methods_with_parts_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile of transformers' own loop would take longest, and fill no part."""
+    profiled: list[list[Generation]] = []
+
+    def measure(call: Callable[[], list[Generation]]) -> dict[str, float]:
+        profiled.append(call())
+        return {"draft": 0.25}
+
+    monkeypatch.setattr(timing, "measure_busy_seconds", measure)
+    machine, plain = Machine("tree"), [Generation([7], times=DecodingTimes(0.5, total=2.0))]
+    methods = {**machine.methods, "generate": Method(lambda *_: plain)}
+    cuda = SimpleNamespace(device=torch.device("cuda"))
+    bench = replace(BENCH, prompts=[prompt("a", 1)], embeddings_and_output_head=cuda)
+    run = measure_methods(bench, SpeedupRun(num_warmups=0, num_repeats=1), methods)[0]
+    assert run.busy == {"tree": {"draft": 0.25}}
+    assert len(profiled) == 1
