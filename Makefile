@@ -98,7 +98,7 @@ test-engines: setup .venv-vllm/.done .venv-llamacpp/.done .venv-speculators/.don
 
 # For a machine with a GPU and its own torch, transformers, accelerate and peft, but no registry: what
 # else is needed, in pure Python. Carry the folder with the repository.
-GPU_PACKAGES := hydra-core omegaconf antlr4-python3-runtime datasets dill gguf multiprocess
+GPU_PACKAGES := hydra-core omegaconf antlr4-python3-runtime datasets dill gguf hypothesis multiprocess sortedcontainers
 # Of that machine.
 GPU_PYTHON ?= 3.12
 GPU_PATH := .gpu-packages

@@ -1,17 +1,15 @@
 """Every drafter on one small target, and what its models read."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from feature_heads import feature_head
-from toys import eagle_head, endless_target, noisy_head, random_model, tokenizer
+from toys import endless_target, noisy_head, random_model, tokenizer
 
-from conf.settings.eagle import EagleForm
 from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter
 from eval.decode.drafters.draft_model import DraftLength, DraftModel
 from eval.decode.drafters.lookahead import Lookahead
@@ -23,12 +21,12 @@ from eval.decode.drafters.lookup import (
     build_recycling_tree,
 )
 from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
-from eval.decode.engine import NoDraft, decode
+from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
+from eval.decode.engine import NoDraft
 from heads.blocks.block_head import BlockDrafter, BlockHead
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter
-from heads.decoding.sampling import GREEDY, Sampling, drafter_seeds
+from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.eagle import EagleHead
 from heads.eagle.network import EagleDrafter
@@ -55,9 +53,9 @@ def small_target() -> Target:
 def small_models() -> tuple[EagleHead, Target, Target]:
     """A head, a draft model with the target's tokenizer, and one with another."""
     target = small_target()
-    head = eagle_head(target, EagleForm.eagle3, 150, num_updates=30, layers=[1, 2, 3])
-    head.max_positions = SHORT_WINDOW
+    head = small_head("eagle3", layers=[1, 2, 3])
     model = copy.deepcopy(target.model)
+    torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
     model.config.max_position_embeddings = SHORT_WINDOW
@@ -74,15 +72,21 @@ def medusa() -> MedusaHead:
 @cache
 def blocks(name: str) -> BlockHead:
     """Block drafters that are sometimes right."""
-    head = feature_head(small_target(), name, num_updates=25)
-    head.max_positions = SHORT_WINDOW
-    return head
+    return small_head(name)
 
 
 @cache
 def peagle() -> PEagleHead:
     """A head that is sometimes right."""
-    head = feature_head(small_target(), "peagle", num_updates=25)
+    return small_head("peagle")
+
+
+def small_head(name: str, **settings: Any) -> Any:
+    """A head that has learnt two texts of the target, in ids of its own where it has any."""
+    if name != "dflash":
+        settings["draft_vocab_size"] = 280
+    with torch.inference_mode(mode=False):  # which the engine makes drafters in
+        head = feature_head(small_target(), name, num_updates=40, num_texts=2, **settings)
     head.max_positions = SHORT_WINDOW
     return head
 
@@ -95,14 +99,49 @@ def seen(token_ids: list[list[int]], read: bool = True) -> CommittedTokens:
     return CommittedTokens(token_ids, output, cache, logits=logits)
 
 
-def ending_early(target: Target, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """The target's own texts, the second of which a stop token ends after ten tokens."""
-    target.model.generation_config.eos_token_id = None
-    first = decode(target, NoDraft(), prompts[1], 10).token_ids
-    target.model.generation_config.eos_token_id = [first[9]]
-    texts = [decode(target, NoDraft(), prompt, num_tokens).token_ids for prompt in prompts]
-    assert len({len(text) for text in texts}) > 1
-    return texts
+def text_probs(
+    target: Target, prompt: list[int], how: Sampling, num_tokens: int
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of all first tokens that a target may say, by its model's own passes."""
+    found = {(): 1.0}
+    for _ in range(num_tokens):
+        found = {
+            (*said, token): share * float(probs[token])
+            for said, share in found.items()
+            for probs in [next_probs(target, [*prompt, *said], how)]
+            for token in probs.nonzero().flatten().tolist()
+        }
+    return found
+
+
+def next_probs(target: Target, ids: list[int], how: Sampling) -> torch.Tensor:
+    """[V] after `ids`, by the model's own pass."""
+    return how.compute_probabilities(target.model(torch.tensor([ids])).logits[:, -1])[0]
+
+
+def fits(counts: torch.Tensor, probs: torch.Tensor) -> bool:
+    """Says whether counts may have been drawn from probabilities of the same shape.
+
+    By chi-square, as rare as 1e-4, over cells that are counted on five times; the rest join the
+    smallest of these. Cells of probability 0 must be empty.
+    """
+    wanted, found = (float(counts.sum()) * probs.double()).flatten(), counts.double().flatten()
+    if found[wanted == 0].any():
+        return False
+    order = wanted.argsort(descending=True)
+    last = int((wanted >= 5).sum()) - 1
+    wanted, found = (
+        torch.cat([each[order[:last]], each[order[last:]].sum(0, keepdim=True)])
+        for each in (wanted, found)
+    )
+    chi_square = ((found - wanted) ** 2 / wanted).sum()
+    rarity = torch.special.gammaincc(torch.tensor(last / 2).double(), chi_square / 2)
+    return float(rarity) > 1e-4
+
+
+def suffix() -> SuffixDrafter:
+    """Copies with no answers before."""
+    return SuffixDrafter(SuffixTree(8))
 
 
 def drafting(tree: Tree, length: DraftLength | None = None) -> Make:
@@ -124,6 +163,7 @@ EVERY_DRAFTER: dict[str, Make] = {
     "peagle tree": lambda *_: PEagleDrafter(peagle(), DynamicShape(4, 3, 9)),
     "draft chain": drafting(Tree.make_chain(5)),
     "draft tree": drafting(TREE),
+    "draft gaps": drafting(Tree.from_paths([[1], [3], [1, 2]])),
     "heuristic": drafting(Tree.make_chain(8), DraftLength(start=2)),
     "confidence": drafting(Tree.make_chain(8), DraftLength(confidence=0.2)),
     "both": drafting(Tree.make_chain(8), DraftLength(start=3, confidence=0.1)),
@@ -134,35 +174,15 @@ EVERY_DRAFTER: dict[str, Make] = {
     "ngram": lambda *_: NgramModel(),
     "lookahead": lambda *_: Lookahead(),
     "self draft": lambda how, seeds: SelfDraft(small_target(), [1], 5, how, drafter_seeds(seeds)),
+    "suffix": lambda *_: suffix(),
+    "hybrid": lambda *_: HybridDrafter(MedusaDrafter(medusa(), Tree.make_chain(3)), suffix(), 0.4),
+    "recycling": lambda *_: Recycling(SuccessorTable(), build_recycling_tree(6)),
 }
-
-
-WITHOUT_MODELS: dict[str, Callable[[], Drafter]] = {
-    "prompt lookup": PromptLookup,
-    "ngram": NgramModel,
-    "lookahead": Lookahead,
-    "small lookahead": lambda: Lookahead(1, 2, 1),
-    "suffix": lambda: SuffixDrafter(SuffixTree(24), 24, 3.0),
-    "recycling": lambda: Recycling(SuccessorTable(), build_recycling_tree(12)),
-}
-"""For any target."""
-
-
 DRAWN = {
-    "none", "medusa tree", "eagle chain", "dspark chain", "peagle chain", "draft chain",
-    "draft tree", "heuristic", "confidence", "both", "self draft",
+    "eagle chain", "dspark chain", "peagle chain", "draft chain", "draft tree", "draft gaps",
+    "heuristic", "confidence", "both", "self draft",
 }  # fmt: skip
-"""Drafters that draw, and a tree that does not: others draft the same, greedy or not."""
-
-
-def each_way(names: Iterable[str], warm: Sampling) -> list[Any]:
-    """Names with both ways to sample."""
-    return [
-        pytest.param(name, how, id=f"{name}-{way}", marks=[pytest.mark.slow] if slow else [])
-        for way, how in (("greedy", GREEDY), ("warm", warm))
-        for name in names
-        for slow in [way == "warm" and name not in DRAWN]
-    ]
+"""Drafters that draw: others draft the same, greedy or not."""
 
 
 @contextmanager

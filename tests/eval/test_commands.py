@@ -1,6 +1,8 @@
-"""`eval/acceptance.py` and `eval/speedup.py`, on Medusa and EAGLE heads."""
+"""`eval/acceptance.py` and `eval/speedup.py`: figures, conditions, resumption and refusals."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,24 +11,29 @@ import pytest
 import torch
 from toys import eagle_head, noisy_head, save_target
 
+from conf.command.jsonl_store import JsonlStore
 from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import DynamicTreeConfig, HeadRef
+from conf.settings.drafting import DraftModelConfig, DynamicTreeConfig, HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun, TreeSearchRun
+from conf.settings.measure import AcceptanceRun, Mode, ServeRun, SpeedupRun, TreeSearchRun
 from conf.settings.target import TargetConfig
 from data.rows.records import load_records
 from data.templates.record_encoder import RecordEncoder
-from eval import acceptance, speedup, tree_search
+from eval import acceptance, serve, speedup, tree_search
+from eval.acceptance import build_conditions_table
 from eval.decode.engine import decode
+from eval.measure import measurement as bench
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import render_first_turns
+from eval.preflight_checks import build_condition_runs
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.eagle.network import EagleDrafter
 from heads.kinds import load_head
 from heads.target_model.load import load_target
+from tests.chats import write_rows
 from tests.conf.command.test_following import pasted
 
 
@@ -41,10 +48,8 @@ def eagles(tmp_path_factory) -> dict:
     path = str(save_target(folder / "target", num_hidden_layers=4))
     target = load_target(TargetConfig(path=path), torch.device("cpu"))
     eagle_head(target, EagleForm.eagle3, 150, num_updates=40).save(folder / "eagle3")
-    eagle_head(target, EagleForm.eagle1, num_updates=40).save(folder / "eagle1")
-    prompts = folder / "prompts.jsonl"
     rows = [{"category": c, "turns": [f"hello {c}, how are you?"]} for c in ("math", "writing")]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(folder / "prompts.jsonl", rows)
     return {"target": path, "data": str(prompts), "head": "", "folder": folder}
 
 
@@ -57,8 +62,7 @@ def made(folder: Path, family: str) -> dict:
         for category in ("writing", "math")
         for word in ("there", "you", "today")
     ]
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(folder / "prompts.jsonl", rows)
     return {"target": path, "head": str(folder / "head"), "data": str(prompts)}
 
 
@@ -119,29 +123,12 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path, capsys) 
     }
 
 
-@pytest.mark.parametrize("head", ["eagle1", "eagle3"])
-def test_so_they_do_for_eagle_heads(eagles, tmp_path, head: str) -> None:
-    own = with_eagle(eagles, head)
+def test_so_they_do_for_eagle_heads(eagles, tmp_path) -> None:
+    own = with_eagle(eagles, "eagle3")
     replayed, decoded = (measured(own, tmp_path / m.value, mode=m, depth=3) for m in Mode)
     assert figures(replayed, "dynamic_tree") == figures(decoded, "dynamic_tree")
     assert len(replayed["alpha"]) == len(replayed["agreement"]) == 3
     assert replayed["tree"] == {"depth": 2, "top_k": 4, "num_tokens": 5}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
-def test_so_they_do_on_recurrent_layers(tmp_path: Path, family: str) -> None:
-    own = made(tmp_path, family)
-    replayed, decoded = (measured(own, tmp_path / mode.value, mode=mode) for mode in Mode)
-    assert figures(replayed, "static_tree") == figures(decoded, "static_tree")
-
-
-@pytest.mark.slow
-def test_trees_are_searched_on_recurrent_layers(tmp_path: Path) -> None:
-    small = {"max_nodes": 8, "num_repeats": 1, "batch_sizes": [1, 4]}
-    tree_search.main(TreeSearchRun(**settings(made(tmp_path, "lfm2"), tmp_path / "o"), **small))
-    found = json.loads((tmp_path / "o/tree_search.json").read_text())
-    assert found["found"]["tau"] >= 1 <= found["default"]["tau"]
 
 
 def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys) -> None:
@@ -228,71 +215,241 @@ def test_speedup_runs_eagles_methods_and_is_lossless(eagles, tmp_path) -> None:
     assert json.loads((tmp_path / "sampled/speedup.json").read_text())["lossless"] is None
 
 
-def test_methods_are_chosen_by_name(setting, tmp_path) -> None:
-    own = settings(setting, tmp_path) | {"max_new_tokens": 4}
-    run = SpeedupRun(**own, methods=["medusa_tree"], num_repeats=1, num_warmups=0)
-    speedup.main(run)
-    result = json.loads((tmp_path / "speedup.json").read_text())
-    assert list(result["methods"]) == ["vanilla", "generate", "medusa_tree"]
-    run.methods = ["eagle_tree"]
-    with pytest.raises(InputError, match="already holds"):
-        speedup.main(run)
-    run.out_dir = str(tmp_path / "other")
-    with pytest.raises(
-        InputError, match=r"methods=\['eagle_tree'\]: needs eagle_tree \(an EAGLE head\)"
-    ):
-        speedup.main(run)
-    run.methods = ["medussa"]
-    with pytest.raises(InputError, match=r"methods=\['medussa'\]: unknown; allowed: all, vanilla"):
-        speedup.main(run)
+# One head under several conditions, in one table.
+
+
+def test_a_condition_changes_what_it_names() -> None:
+    config = AcceptanceRun(
+        out_dir="out",
+        max_new_tokens=8,
+        conditions=[
+            "",
+            "  mode=decode   temperature=1 top_p=0.9",
+            "data.path=a/long.jsonl data.chat_template_kwargs.enable_thinking=false",
+        ],
+    )
+    given, drawn, long = build_condition_runs(config).values()
+    assert list(build_condition_runs(config))[1] == "mode=decode temperature=1 top_p=0.9"
+    assert (given.mode, given.temperature, given.out_dir) == (Mode.replay, 0.0, "out/as_given")
+    assert (drawn.mode, drawn.temperature, drawn.top_p) == (Mode.decode, 1.0, 0.9)
+    assert drawn.out_dir == "out/mode=decode_temperature=1_top_p=0.9"
+    assert (long.data.path, long.data.chat_template_kwargs) == (
+        "a/long.jsonl", {"enable_thinking": False},
+    )  # fmt: skip
+    assert all((run.max_new_tokens, run.conditions) == (8, []) for run in (given, drawn, long))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("conditions", "message"),
     [
-        ({"head": HeadRef()}, r"head\.path is unset"),
-        ({"head": HeadRef(path="nowhere/at/all")}, r"head\.path=nowhere/at/all: no such folder"),
-        ({"data": DataConfig(path="gone.jsonl")}, r"gone\.jsonl"),
-        ({"depth": 4}, r"depth=4: this head drafts at most 3 tokens"),
-        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, r"tree: has depth 4, .* depths 1\.\.3"),
-        (
-            {"max_new_tokens": 4000},
-            r"max_new_tokens=4000 are \d+, above the target's window of 256",
-        ),
+        (["hot"], r"conditions: 'hot': 'hot' sets nothing; a condition is settings such as"),
+        (["temprature=1"], r"temprature: this command has no such setting"),
+        (["head.path=other"], r"conditions: 'head.path=other': head.path is not a condition; allo"),
+        (["depth=3"], r"depth is not a condition; allowed: data, num_turns, .*temperature"),
+        (["temperature=1"], r"conditions: 'temperature=1': temperature=1.0: only greedy text can"),
+        (["temperature=hot"], r"conditions: 'temperature=hot': Value 'hot'.* could not be"),
+        (["seed=1", " seed=1"], r"conditions: 'seed=1' stands twice"),
     ],
 )
-def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        acceptance.main(AcceptanceRun(**{**settings(setting, tmp_path / "o"), **changes}))
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 1.0}, r"temperature=1\.0: only greedy text can be replayed"),
-        ({"temperature": -1.0}, r"temperature=-1\.0: must be at least 0"),
-        ({"top_p": 0.0}, r"top_p=0\.0: must be above 0"),
-        ({"tree": [[0]]}, r"tree: an EAGLE head drafts dynamic trees"),
-    ],
-)
-def test_bad_settings_of_eagle_heads_are_named(
-    eagles, tmp_path, changes: dict, message: str
+def test_what_is_no_condition_is_refused_before_anything_is_loaded(
+    setting, tmp_path, conditions, message
 ) -> None:
+    own = settings(setting, tmp_path)
     with pytest.raises(InputError, match=message):
-        measured(with_eagle(eagles, "eagle3"), tmp_path / "o", **changes)
+        acceptance.check_acceptance_run(AcceptanceRun(**own, conditions=conditions))
+
+
+def test_all_conditions_stand_in_one_table(setting, tmp_path, capsys, monkeypatch) -> None:
+    own = settings(setting, tmp_path) | {"max_new_tokens": 8, "num_turns": 1}
+    own["data"].num_prompts = 2
+    alone = AcceptanceRun(**own | {"out_dir": str(tmp_path / "alone")})
+    acceptance.main(alone)
+    loaded: list[object] = []
+    load = bench.load_target
+    monkeypatch.setattr(bench, "load_target", lambda *given: loaded.append(1) or load(*given))
+
+    def run() -> dict[str, Any]:
+        capsys.readouterr()
+        acceptance.main(AcceptanceRun(**own, conditions=["", "mode=decode temperature=1"]))
+        return json.loads((tmp_path / "conditions.json").read_text())["conditions"]
+
+    rows = run()
+    assert len(loaded) == 1
+    for name, folder in (("", "as_given"), ("mode=decode temperature=1", None)):
+        file = tmp_path / (folder or "mode=decode_temperature=1") / "acceptance.json"
+        written = json.loads(file.read_text())
+        assert (rows[name]["tau"], rows[name]["num_prompts"]) == (written["tau"], 2)
+        assert rows[name]["conditions"]["sampling"] == ("temperature 1" if name else "greedy")
+    assert rows[""]["tau"] == json.loads((tmp_path / "alone/acceptance.json").read_text())["tau"]
+    shown = capsys.readouterr().out
+    assert re.search(r"│ as given +│ +2 │ +\d+ │ \d\.\d\d \d", shown)
+    assert (tmp_path / "conditions.png").is_file()
+    # A second start takes the results that are there.
+    (tmp_path / "conditions.json").unlink()
+    assert run() == rows
+    assert len(loaded) == 1
+    (tmp_path / "conditions.json").unlink()
+    with pytest.raises(InputError, match=r"as_given/acceptance.json is of other settings"):
+        acceptance.main(AcceptanceRun(**own | {"max_new_tokens": 9}, conditions=[""]))
+
+
+def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
+    def result(by_part: dict) -> dict[str, Any]:
+        return {
+            "num_prompts": 1, "prompts": [{"prompt_tokens": 5}], "tau": 2.0, "tau_ci95": None,
+            "acceptance_length": {"drafts": {"pooled": 2.5}}, "static_tree": {"tau": 3.0},
+            "by_part": by_part, "alpha": [0.5], "mode": "replay", "conditions": {},
+        }  # fmt: skip
+
+    plain = build_conditions_table({"": result({})})
+    assert [column.header for column in plain.columns][-2:] == ["as vLLM", "tree"]
+    parts = {"thinking": {"tau": 4.0}, "answer": {"tau": 1.5}}
+    both = build_conditions_table({"a": result(parts), "b": result({})})
+    assert [column.header for column in both.columns][-2:] == ["thinking", "answer"]
+    assert [list(column.cells) for column in both.columns][-2:] == [["4.00", "-"], ["1.50", "-"]]
+
+
+def test_a_condition_is_read_from_the_command_line(tmp_path: Path) -> None:
+    words = 'conditions=["mode=decode temperature=1","data.path=a.jsonl"]'
+    composed = acceptance.COMMAND.compose_settings([words])
+    assert list(composed.conditions) == ["mode=decode temperature=1", "data.path=a.jsonl"]
+
+
+# A measurement that was killed goes on; one of something else does not.
+
+
+class KilledError(Exception):
+    """In place of a signal."""
+
+
+def killed_after(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next measurement writes so many rows."""
+    append, left = JsonlStore.append, [num_rows]
+
+    def limited(journal: JsonlStore, rows: list[dict]) -> None:
+        if not left[0]:
+            raise KilledError
+        left[0] -= 1
+        append(journal, rows)
+
+    monkeypatch.setattr(JsonlStore, "append", limited)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, mode) -> None:
+    def run(name: str, max_new_tokens: int = 12) -> dict:
+        own = settings(setting, tmp_path / name)
+        own["data"].num_prompts, own["max_new_tokens"] = 2, max_new_tokens
+        acceptance.main(AcceptanceRun(**own, mode=mode))
+        return json.loads((tmp_path / name / "acceptance.json").read_text())
+
+    whole = run("whole")
+    with monkeypatch.context() as patch:
+        killed_after(3, patch)
+        with pytest.raises(KilledError):
+            run("killed")
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["acceptance.partial"]
+    measured = []
+    one = acceptance._build_prompt_row
+    monkeypatch.setattr(
+        acceptance, "_build_prompt_row", lambda *given: measured.append(given[2]) or one(*given)
+    )
+    with pytest.raises(InputError, match=r"delete .*/killed/acceptance.partial to begin anew, or"):
+        run("killed", max_new_tokens=13)
+    again = run("killed")
+    assert [(prompt.dialogue, prompt.turn) for prompt in measured] == [(1, 2)]
+    for key in ("tau", "tau_ci95", "alpha", "by_category", "prompts", "static_tree"):
+        assert again[key] == whole[key]
+    assert again.get("agreement") == whole.get("agreement")
+    # A list of numbers takes one line.
+    numbers = f'"emitted": {json.dumps(again["prompts"][0]["emitted"])}'
+    assert numbers in (tmp_path / "killed/acceptance.json").read_text()
+    assert not (tmp_path / "killed/acceptance.partial").exists()
+
+
+@pytest.mark.slow
+def test_speedup_goes_on_with_the_same_layers(setting, tmp_path, monkeypatch, capsys) -> None:
+    def run(**changes) -> None:
+        own = settings(setting, tmp_path)
+        own["data"].num_prompts = 2
+        own |= {"methods": "skip_layers", "num_turns": 1, "num_repeats": 1, "num_warmups": 0}
+        own["draft"] = DraftModelConfig(path=str(draft))
+        speedup.main(SpeedupRun(**own | changes))
+
+    draft = shutil.copytree(setting["target"], tmp_path / "draft")
+    with monkeypatch.context() as patch:
+        killed_after(3, patch)
+        with pytest.raises(KilledError):
+            run()
+    before = (tmp_path / "speedup.partial/0/runs.jsonl").read_text().splitlines()
+    assert json.loads(before[0])["id"] == -1
+    with pytest.raises(InputError, match=r"config\.max_new_tokens was 24, is 25"):
+        run(max_new_tokens=25)
+    for folder, what in ((setting["head"], r"heads was \[\["), (draft, r"draft_weights was \[")):
+        weights = next(Path(folder).glob("*.safetensors"))
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + b"x")
+        with pytest.raises(InputError, match=rf"in another way: {what}'[0-9a-f]{{64}}'\]+, is "):
+            run()
+        weights.write_bytes(content)
+    monkeypatch.setattr("eval.compare.methods.search_skipped_layers", None)  # not searched again
+    run()
+    assert "continuing with 3 runs of an earlier start" in " ".join(capsys.readouterr().err.split())
+    result = json.loads((tmp_path / "speedup.json").read_text())
+    assert result["methods"]["skip_layers"]["skip"] == json.loads(before[0])["skip"]
+    assert result["lossless"]["num_equal"] == 2
+    assert not (tmp_path / "speedup.partial").exists()
+
+
+BEYOND = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (AcceptanceRun, {"head": HeadRef()}, r"head\.path is unset"),
+    (AcceptanceRun, {"head": HeadRef("nowhere/at/all")}, r"path=nowhere/at/all: no such folder"),
+    (AcceptanceRun, {"data": DataConfig(path="gone.jsonl")}, r"gone\.jsonl"),
+    (AcceptanceRun, {"depth": 4}, r"depth=4: this head drafts at most 3 tokens"),
+    (AcceptanceRun, {"tree": BEYOND}, r"tree: has depth 4, .* depths 1\.\.3"),
+    (AcceptanceRun, {"max_new_tokens": 4000}, r"=4000 are \d+, above the target's window of 256"),
+    (AcceptanceRun, {"temperature": 1.0}, r"temperature=1\.0: only greedy text can be replayed"),
+    (AcceptanceRun, {"temperature": -1.0}, r"temperature=-1\.0: must be at least 0"),
+    (AcceptanceRun, {"top_p": 0.0}, r"top_p=0\.0: must be above 0"),
+    (AcceptanceRun, {"head": "eagle3", "tree": [[0]]}, r"tree: an EAGLE head drafts dynamic trees"),
+    (AcceptanceRun, {"head": "eagle3", "layers": [0, 1, 9]},
+     r"head\.layers=\[9\]: .* hidden states 0\.\.4"),
+    (SpeedupRun, {"methods": ["eagle_tree"]}, r"methods=\['eagle_tree'\]: needs .*an EAGLE head"),
+    (SpeedupRun, {"methods": "eagle_tre"}, r"\['eagle_tre'\]: unknown; allowed: all, vanilla"),
+    (SpeedupRun, {"methods": ["medusa_typical"]}, r"temperature above 0"),
+    (SpeedupRun, {"methods": "generate_lookup", "batch_size": 2}, r"batch_size=1, no recurrent"),
+    (SpeedupRun, {"heads": ["nowhere/at/all"]}, r"nowhere/at/all"),
+    (TreeSearchRun, {"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, in rising"),
+    (TreeSearchRun, {"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, in rising"),
+    (TreeSearchRun, {"max_nodes": 0}, r"max_nodes=0"),
+    (TreeSearchRun, {"curve": "gone.json"}, r"curve=gone\.json: not a cost curve"),
+    (ServeRun, {"tolerance": 1.0}, r"tolerance=1\.0: must be from 0 to below 1"),
+    (ServeRun, {"concurrency": [1, 0]}, r"concurrency=\[1, 0\]: numbers must be positive"),
+    (ServeRun, {"num_repeats": 0}, r"num_repeats=0: must be above 0"),
+]  # fmt: skip
+MAINS = {
+    AcceptanceRun: acceptance, SpeedupRun: speedup, TreeSearchRun: tree_search, ServeRun: serve
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "changes", "message"), REFUSED)
+def test_bad_settings_are_named(setting, eagles, tmp_path, command, changes, message) -> None:
+    own = settings(setting, tmp_path / "o")
+    if changes.get("head") == "eagle3":
+        own = settings(eagles, tmp_path / "o")
+        head = HeadRef(str(eagles["folder"] / "eagle3"), layers=changes.get("layers"))
+        changes = {"head": head, **{name: changes[name] for name in changes.keys() & {"tree"}}}
+    with pytest.raises(InputError, match=message):
+        MAINS[command].main(command(**{**own, **changes}))
     assert not (tmp_path / "o").exists()
-
-
-def test_layers_of_a_head_that_counts_otherwise(eagles, tmp_path) -> None:
-    own = settings(eagles, tmp_path / "o")
-    own["head"] = HeadRef(path=str(eagles["folder"] / "eagle3"), layers=[0, 1, 9])
-    with pytest.raises(InputError, match=r"head\.layers=\[9\]: .* hidden states 0\.\.4"):
-        acceptance.main(AcceptanceRun(**own))
 
 
 def test_a_result_is_never_overwritten(setting, tmp_path) -> None:
-    (tmp_path / "acceptance.json").write_text("{}")
-    with pytest.raises(InputError, match=r"out_dir=.* already holds acceptance\.json"):
-        acceptance.main(AcceptanceRun(**settings(setting, tmp_path)))
-    assert (tmp_path / "acceptance.json").read_text() == "{}"
+    for command in (AcceptanceRun, SpeedupRun, TreeSearchRun):
+        module = MAINS[command]
+        file = tmp_path / f"{module.__name__.removeprefix('eval.')}.json"
+        file.write_text("{}")
+        with pytest.raises(InputError, match=rf"out_dir=.* already holds {file.name}"):
+            module.main(command(**settings(setting, tmp_path)))
+        assert file.read_text() == "{}"

@@ -22,6 +22,7 @@ from eval.measure.verdict import Outcome, Verdict
 from eval.serving import server_check as check
 from heads.decoding.tree import Tree
 from heads.target_model.load import load_target
+from tests.chats import write_rows
 from tests.conf.command.test_following import pasted
 from tests.servers import LLAMACPP_METRICS, Answers, DraftServer
 
@@ -44,9 +45,8 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     target = load_target(TargetConfig(path=path, dtype=Dtype.float32), torch.device("cpu"))
     head = noisy_head(target)
     head.save(folder / "head")
-    prompts = folder / "prompts.jsonl"
     rows = [{"turns": [f"hello {word}, how are you?", "and now?"]} for word in WORDS]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(folder / "prompts.jsonl", rows)
     chain = Tree.make_chain(DEPTH)
 
     @cache
@@ -85,23 +85,17 @@ def without_drafts(answers: Answers) -> Answers:
     return lambda prompt, num_tokens: (answers(prompt, num_tokens)[0], [])
 
 
-def run_of(setting: dict[str, Any], server: DraftServer, out_dir: Path, **more: Any) -> ServeRun:
-    return ServeRun(
-        **{
-            "endpoint": server.root,
-            "target": TargetConfig(path=setting["target"], dtype=Dtype.float32),
-            "data": DataConfig(path=setting["data"]),
-            "head": HeadRef(path=setting["head"]),
-            "out_dir": str(out_dir),
-            "max_new_tokens": NUM_TOKENS,
-            "concurrency": [],
-            **more,
-        }
-    )
-
-
 def measured(setting: dict[str, Any], server: DraftServer, out_dir: Path, **more: Any) -> dict:
-    serve.main(run_of(setting, server, out_dir, **more))
+    usual = {
+        "endpoint": server.root,
+        "target": TargetConfig(path=setting["target"], dtype=Dtype.float32),
+        "data": DataConfig(path=setting["data"]),
+        "head": HeadRef(path=setting["head"]),
+        "out_dir": str(out_dir),
+        "max_new_tokens": NUM_TOKENS,
+        "concurrency": [],
+    }
+    serve.main(ServeRun(**usual | more))
     return json.loads((out_dir / "serve.json").read_text())
 
 
@@ -121,15 +115,10 @@ def test_a_server_that_drafts_what_the_head_does_agrees(
     assert result["servers"] == {"with drafts": {"engine": kind, "version": None, "model": "toy"}}
     assert (result["draft_tokens"], result["problems"], result["concurrency"]) == (DEPTH, [], {})
     assert result["texts"] == {
-        "num_texts": 3,
-        "num_tokens": 3 * NUM_TOKENS,
-        "num_other_tokens": 0,
-        "num_near_ties": 0,
-        "first_other_tokens": [],
-        "num_equal_counts": 3,
-        "first_difference": None,
+        "num_texts": 3, "num_tokens": 3 * NUM_TOKENS, "num_other_tokens": 0, "num_near_ties": 0,
+        "first_other_tokens": [], "num_equal_counts": 3, "first_difference": None,
         "num_rendered_alike": 3,
-    }
+    }  # fmt: skip
     assert result["served"] == result["replayed"]
     assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
     rows = [row["served"] for row in result["prompts"]]
@@ -177,10 +166,9 @@ def wrong(change: Callable[[list[int], list[int]], object], answers: Answers) ->
     return changed
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_other_drafts_are_named(setting, tmp_path: Path, kind: str, capsys) -> None:
+def test_other_drafts_are_named(setting, tmp_path: Path, capsys) -> None:
     answers = wrong(lambda _, lengths: lengths.append(1), setting["answers"])
-    with serving(kind, answers) as server:
+    with serving("sglang", answers) as server:
         found, drafts, accepted, proposed = problems(setting, server, tmp_path)
     assert found.startswith("drafts: the texts are the target's, the drafts are not those of")
     assert found.endswith("first at prompt 1")
@@ -199,9 +187,8 @@ def other(text: list[int], _lengths: list[int]) -> None:
     text[20] = 299 if text[20] != 299 else 298
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_target_is_named_with_its_first_token(setting, tmp_path: Path, kind: str) -> None:
-    with serving(kind, wrong(other, setting["answers"])) as server:
+def test_another_target_is_named_with_its_first_token(setting, tmp_path: Path) -> None:
+    with serving("llamacpp", wrong(other, setting["answers"])) as server:
         adapters = ({"id": "tuned", "parent": "toy"},)
         server.models = (*server.models, *adapters)
         [found] = problems(setting, server, tmp_path)
@@ -242,32 +229,30 @@ def test_another_chat_template_is_named(setting, tmp_path: Path, kind: str, word
     assert found.endswith(said)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
-def test_a_server_that_renders_nothing_is_not_compared(setting, tmp_path: Path, kind: str) -> None:
-    with serving(kind, setting["answers"]) as server:
+def test_a_server_that_renders_nothing_and_names_no_window_is_compared_all_the_same(
+    setting, tmp_path: Path
+) -> None:
+    with serving("llamacpp", setting["answers"]) as server:
         server.rendered = lambda _: []
+        server.models = (server.models[0] | {"meta": None},)  # while it loads
         result = measured(setting, server, tmp_path)
     assert (result["problems"], result["texts"]["num_rendered_alike"]) == ([], 0)
 
 
-def test_a_tolerance_lets_shares_differ(setting, tmp_path: Path) -> None:
+def test_a_tolerance_lets_shares_differ_and_near_ties_are_no_other_tokens(
+    setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def change(text: list[int], lengths: list[int]) -> None:
         other(text, lengths)
         lengths.append(0)
 
     with serving("vllm", wrong(change, setting["answers"])) as server:
-        result = measured(setting, server, tmp_path, tolerance=0.34)
+        result = measured(setting, server, tmp_path / "a", tolerance=0.34)
+        monkeypatch.setitem(check.NEAR_TIES, torch.float32, 1e9)
+        tied = measured(setting, server, tmp_path / "b", tolerance=0.34)
     assert result["texts"]["num_other_tokens"] >= 1
     assert result["problems"] == []
-
-
-def test_a_near_tie_that_falls_the_other_way_is_no_other_token(
-    setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(check.NEAR_TIES, torch.float32, 1e9)
-    with serving("vllm", wrong(other, setting["answers"])) as server:
-        result = measured(setting, server, tmp_path, tolerance=0.34)
-    assert (result["texts"]["num_other_tokens"], result["texts"]["num_near_ties"] >= 1) == (0, True)
+    assert (tied["texts"]["num_other_tokens"], tied["texts"]["num_near_ties"] >= 1) == (0, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -359,125 +344,59 @@ def test_a_second_start_goes_on_where_a_server_failed(setting, tmp_path: Path) -
     assert result["texts"]["num_equal_counts"] == 3
 
 
+NO_METRICS = {"metrics": None}
+NOTHING_DRAFTED = {"metrics": LLAMACPP_METRICS.format(drafts=0, proposed=0, total=0)}
+SMALL_WINDOW = {"models": ({"id": "toy", "owned_by": "vllm", "max_model_len": 64},)}
+TIMED = {"head": HeadRef(), "concurrency": [1]}
+
+
 @pytest.mark.parametrize(
-    ("kind", "depth", "changes", "message"),
+    ("drafting", "server_has", "settings", "message"),
     [
-        ("vllm", 0, {}, r"endpoint=http://.*: drafts nothing: start it with a draft head"),
-        ("sglang", 0, {}, r"drafts nothing: start it with a draft head"),
-        ("sglang", 2, {"speculative_eagle_topk": 4}, r"speculative_eagle_topk=4: only chains"),
+        (("vllm", 0), {}, {}, r"endpoint=http://.*: drafts nothing: start it with a draft head"),
+        (("sglang", 0), {}, {}, r"drafts nothing: start it with a draft head"),
+        (("sglang", 2), {"server_info": {"speculative_eagle_topk": 4}}, {}, r"topk=4: only chains"),
+        (("llamacpp", 0), NOTHING_DRAFTED, {}, r"drafts nothing: start it"),
+        (("llamacpp", 3), NO_METRICS, {}, r"counts nothing: start it with --metrics \(.*HTTP 404"),
+        (("vllm", 3), {"models": ({"id": "toy", "owned_by": "tabby"},)}, {},
+         r"must be one of vllm, sglang, llamacpp; .*"),
+        (("vllm", 3), {"models": ({"id": "toy", "owned_by": "vllm"},)}, {"model": "tuned"},
+         r"model=tuned: not served; allowed: toy"),
+        (("vllm", 3), {"models": ()}, {}, r"must be one of vllm"),
+        (("vllm", 3), SMALL_WINDOW, {"depth": 2}, r"http.* drafts 3 tokens; leave depth unset"),
+        (("vllm", 3), SMALL_WINDOW, {"max_new_tokens": 250}, r"max_new_tokens=250 are 275, above"),
+        (("vllm", 3), {"answer": lambda _: {"choices": [{"text": "hello"}]}}, {},
+         r"no choices\[0\]\.token_ids: vLLM is too old"),
+        (("vllm", 3), {"answer": lambda _: [{"error": {"message": "out of memory"}}]}, TIMED,
+         r"broke a text off: .*out of memory"),
+        (("vllm", 3), {"answer": lambda _: [{"choices": []}]}, TIMED,
+         r"streams no token at v1/completions: \{'choices': \[\]\}"),
     ],
-)
-def test_a_server_without_chains_is_refused(
-    setting, tmp_path: Path, kind, depth, changes, message
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused(
+    setting, tmp_path: Path, drafting, server_has, settings, message
 ) -> None:
+    kind, depth = drafting
     with serving(kind, setting["answers"], depth) as server:
-        server.server_info = changes
+        page = server.page
+        for name, value in server_has.items():
+            setattr(server, name, value)
+        if "metrics" in server_has:
+            server.page = lambda path: server_has["metrics"] if path == "/metrics" else page(path)  # type: ignore[method-assign]
         with pytest.raises(InputError, match=message):
-            measured(setting, server, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert server.bodies == []
+            measured(setting, server, tmp_path / "out", **settings)
+    if "answer" not in server_has:
+        assert not (tmp_path / "out").exists()
+        assert kind == "llamacpp" or server.bodies == []
 
 
-def test_a_baseline_that_drafts_is_refused(setting, tmp_path: Path) -> None:
+def test_a_baseline_that_drafts_and_an_address_without_a_server_are_refused(
+    setting, tmp_path: Path
+) -> None:
     with serving("vllm", setting["answers"]) as server:
         words = r"baseline=http://.*: drafts 3 tokens; the baseline is the same server without"
         with pytest.raises(InputError, match=words):
             measured(setting, server, tmp_path, baseline=server.root)
-
-
-@pytest.mark.parametrize(
-    ("depth", "page", "message"),
-    [
-        (0, LLAMACPP_METRICS.format(drafts=0, proposed=0, total=0), r"drafts nothing: start it"),
-        (DEPTH, None, r"counts nothing: start it with --metrics \(.*HTTP 404"),
-    ],
-)
-def test_llamacpp_without_a_head_or_counters_is_refused(
-    setting, tmp_path: Path, depth: int, page: str | None, message: str
-) -> None:
-    with serving("llamacpp", setting["answers"], depth) as server:
-        models = server.page
-        server.page = lambda path: page if path == "/metrics" else models(path)  # type: ignore[method-assign]
-        with pytest.raises(InputError, match=message):
-            measured(setting, server, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_address_without_a_server_says_what_to_start(setting, tmp_path: Path) -> None:
-    with serving("vllm", setting["answers"]) as server:
-        pass
     words = r"endpoint=.*ConnectError.*; start a server there with the line that scripts/export.py"
     with pytest.raises(InputError, match=words):
         measured(setting, server, tmp_path)
-
-
-def test_llamacpp_names_no_window_while_it_loads(setting, tmp_path: Path) -> None:
-    with serving("llamacpp", setting["answers"]) as server:
-        server.models = (server.models[0] | {"meta": None},)
-        assert measured(setting, server, tmp_path)["problems"] == []
-
-
-@pytest.mark.parametrize(
-    ("models", "model", "message"),
-    [
-        (({"id": "toy", "owned_by": "tabby"},), None, r"must be one of vllm, sglang, llamacpp; .*"),
-        (({"id": "toy", "owned_by": "vllm"},), "tuned", r"model=tuned: not served; allowed: toy"),
-        ((), None, r"must be one of vllm"),
-    ],
-)
-def test_another_engine_or_model_is_refused(
-    setting, tmp_path: Path, models, model, message
-) -> None:
-    with serving("vllm", setting["answers"]) as server:
-        server.models = models
-        with pytest.raises(InputError, match=message):
-            measured(setting, server, tmp_path, model=model)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"depth": 2}, r"depth=2: http.* drafts 3 tokens; leave depth unset"),
-        ({"max_new_tokens": 250}, r"max_new_tokens=250 are 275, above"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(setting, tmp_path: Path, settings, message) -> None:
-    with serving("vllm", setting["answers"]) as server:
-        server.models = ({"id": "toy", "owned_by": "vllm", "max_model_len": 64},)
-        with pytest.raises(InputError, match=message):
-            measured(setting, server, tmp_path, **settings)
-    assert server.bodies == []
-
-
-def test_answers_without_token_ids_are_refused(setting, tmp_path: Path) -> None:
-    with serving("vllm", setting["answers"]) as server:
-        server.answer = lambda _: {"choices": [{"text": "hello"}]}  # type: ignore[method-assign]
-        with pytest.raises(InputError, match=r"no choices\[0\]\.token_ids: vLLM is too old"):
-            measured(setting, server, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([{"error": {"message": "out of memory"}}], r"broke a text off: .*out of memory"),
-        ([{"choices": []}], r"streams no token at v1/completions: \{'choices': \[\]\}"),
-    ],
-)
-def test_a_stream_that_breaks_off_is_refused(setting, tmp_path: Path, pieces, message) -> None:
-    with serving("vllm", setting["answers"]) as server:
-        server.answer = lambda _: pieces  # type: ignore[method-assign]
-        with pytest.raises(InputError, match=message):
-            measured(setting, server, tmp_path, head=HeadRef(), concurrency=[1])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tolerance": 1.0}, r"tolerance=1\.0: must be from 0 to below 1"),
-        ({"concurrency": [1, 0]}, r"concurrency=\[1, 0\]: numbers must be positive"),
-        ({"num_repeats": 0}, r"num_repeats=0: must be above 0"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ServeRun(**settings)

@@ -25,6 +25,7 @@ from heads.eagle.eagle import EagleHead
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
+from tests.chats import write_rows
 from tests.servers import serving
 from train.eagle import EagleObjective
 
@@ -48,8 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = loaded(folder)
     noisy_head(target).save(folder / "medusa")
     rows = [{"category": c, "turns": [f"hello {c}, how are you?", "and?"]} for c in ("a", "b")]
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(folder / "prompts.jsonl", rows)
     records = load_records(str(prompts), DataConfig()).records
     asked = [
         each.token_ids for each in render_first_turns(records, RecordEncoder(target.tokenizer))

@@ -44,6 +44,7 @@ from heads.eagle.network import EagleDrafter
 from heads.eagle.peagle import PEagleDrafter
 from heads.medusa import MedusaDrafter
 from heads.target_model.load import load_target
+from tests.chats import write_rows
 from tests.conf.command.test_following import pasted
 from tests.eval.test_commands import settings
 
@@ -137,11 +138,10 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
 
 MADE = {
     "dflash": lambda target: partial(BlockDrafter, feature_head(target, "dflash", 40)),
-    "dflash2": lambda target: partial(BlockDrafter, feature_head(target, "dflash2", 40)),
     "dspark": lambda target: partial(BlockDrafter, feature_head(target, "dspark, rnn", 20)),
     "peagle": lambda target: partial(PEagleDrafter, feature_head(target, "peagle", 40)),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "dflash2", "peagle")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "peagle")]
 
 
 @pytest.fixture(scope="module", params=["eagle", *SLOW, "dspark"])
@@ -258,8 +258,7 @@ def setting(tmp_path_factory) -> dict:
     eagle_head(toy, EagleForm.eagle3, 150, num_updates=10).save(folder / "eagle")
     words = ("there", "you", "today", "how are you")
     rows = [{"category": "all", "turns": [f"hello {word}"]} for word in words]
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(folder / "prompts.jsonl", rows)
     return {"target": path, "data": str(prompts), "head": "", "folder": folder}
 
 
@@ -357,9 +356,8 @@ def test_the_verdict_follows_the_figures(gain, speedup, found, dialogues, senten
 
 def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -> None:
     """Both turns of a dialogue stand on one side; what is found may be left unwritten."""
-    prompts = tmp_path / "turns.jsonl"
     rows = [{"category": "chat", "turns": [f"hello {n}?", "and now?"]} for n in range(4)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "turns.jsonl", rows)
     seen: dict[str, list[tuple[int, int]]] = {}
 
     def watch(name: str, place: int) -> None:
@@ -416,18 +414,3 @@ def test_a_shape_for_a_head_on_the_hub_goes_to_the_results(tmp_path) -> None:
     }  # fmt: skip
     with pytest.raises(InputError, match=r"head\.path=somebody/head: cannot write .*gone"):
         store_shape(head, content, tmp_path / "gone")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"top_ks": [2, 1]}, r"top_ks=\[2, 1\]: must be numbers above 0, in rising order"),
-        ({"batch_sizes": []}, r"batch_sizes=\[\]: must be numbers above 0, in rising order"),
-        ({"max_nodes": 0}, r"max_nodes=0"),
-        ({"curve": "gone.json"}, r"curve=gone\.json: not a cost curve"),
-    ],
-)
-def test_bad_settings_are_named(setting, tmp_path, changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        searched(setting, setting["folder"] / "medusa", tmp_path / "o", **changes)
-    assert not (tmp_path / "o").exists()

@@ -23,21 +23,15 @@ from heads.devices import this_processor
 from heads.kinds import load_head
 from heads.layers import fast_linear as packed
 from heads.target_model.load import load_target
+from tests.chats import write_rows
 
 FAMILIES = [
     "llama",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in (
-            "gpt_neox", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "gemma4_text", "lfm2",
-            "qwen3_next",
-        )
-    ),
-]  # fmt: skip
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_text", "lfm2")),
+]
 OF_TRANSFORMERS = {"generate_lookup", "generate_assisted"}
 LEFT_OUT = {
     "lfm2": OF_TRANSFORMERS,
-    "qwen3_next": OF_TRANSFORMERS,
     "gemma4_text": {"early_exit", "skip_layers"},
 }
 SHARED = [
@@ -60,14 +54,13 @@ def given(folder: Path, family: str) -> dict:
         parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.05)
     model.save_pretrained(folder / "draft")
     tokenizer().save_pretrained(folder / "draft")
-    words = ("there", "you", "today", "fine")
-    rows = [{"category": "chat", "turns": [f"hello {w}, how are {w}?"]} for w in words]
-    rows[0]["turns"].append("and now?")
-    rows += [{"category": "chat", "turns": [f"so {w}?"]} for w in words[:2]]  # to search on
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = [["hello there, how are there?", "and now?"], ["hello you, how are you?"]]
+    turns += [["so there?"], ["so you?"]]  # to search on
+    rows = [{"category": "chat", "turns": each} for each in turns]
+    write_rows(folder / "prompts.jsonl", rows)
     return {
         "target": TargetConfig(path=str(folder / "target")),
-        "data": DataConfig(path=str(folder / "prompts.jsonl"), num_prompts=4),
+        "data": DataConfig(path=str(folder / "prompts.jsonl"), num_prompts=2),
         "head": HeadRef(path=str(folder / "medusa")),
         "heads": [str(folder / "eagle")],
         "draft": DraftModelConfig(path=str(folder / "draft")),
@@ -98,10 +91,10 @@ def test_every_method_gives_the_targets_own_text(family: str, llama: dict, tmp_p
     alone = measured(settings, tmp_path / "1")
     left_out = LEFT_OUT.get(family, set())
     assert set(alone["methods"]) == {*SHARED, *OF_TRANSFORMERS} - left_out
-    together = measured(settings, tmp_path / "4", batch_size=4)
+    together = measured(settings, tmp_path / "2", batch_size=2)
     assert set(together["methods"]) == set(SHARED) - left_out
     for result in (alone, together):
-        assert result["lossless"] == {"num_prompts": 5, "num_equal": 5, "first_divergences": []}
+        assert result["lossless"] == {"num_prompts": 3, "num_equal": 3, "first_divergences": []}
     for name, row in together["methods"].items():
         # What a text accepts does not depend on its neighbours.
         assert row["tau"] == pytest.approx(alone["methods"][name]["tau"]) or name in LEARNING
@@ -133,7 +126,7 @@ def test_a_draft_model_drafts_whatever_its_generation_config_says(
     file = folder / "generation_config.json"
     asks = {"stop_strings": ["no such text"], "cache_implementation": "static"}
     file.write_text(json.dumps(json.loads(file.read_text()) | asks))
-    settings = llama | {"draft": DraftModelConfig(path=str(folder))}
+    settings = llama | {"draft": DraftModelConfig(path=str(folder)), "num_turns": 1}
     found = measured(settings, tmp_path / "o", methods=["generate_assisted"])
     assert found["methods"]["generate_assisted"]["tau"] > 1.2
 
@@ -167,8 +160,8 @@ def test_what_is_known_of_decoding_stands_beside_the_layers_that_are_skipped(
 
 
 def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
-    settings = llama | {"temperature": 0.8, "max_new_tokens": 8}
-    names = ["vanilla", "generate", "eagle_chain", "draft_tree", "lookahead"]
+    settings = llama | {"temperature": 0.8}
+    names = ["vanilla", "generate", "eagle_chain", "draft_tree"]
     both = [*names, "medusa_typical"]
     result = measured(settings, tmp_path / "o", batch_size=2, methods=both)
     assert result["lossless"] is None
@@ -181,18 +174,6 @@ def test_sampled_methods_and_the_lossy_one(llama: dict, tmp_path: Path) -> None:
     assert list(again["methods"]) == names
 
 
-@pytest.mark.slow
-def test_every_output_head_that_drafts_is_of_the_rank_wanted(llama, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("heads.layers.fast_linear.NUM_CANDIDATES", 1)
-    names = ["vanilla", "medusa_chain", "draft_chain", "early_exit"]
-    settings = llama | {"self_draft": SelfDraftConfig(num_layers=4), "max_new_tokens": 8}
-    whole = measured(settings, tmp_path / "whole", methods=names)
-    low = measured(settings, tmp_path / "low", methods=names, output_rank=1)
-    assert low["lossless"]["num_equal"] == 5
-    for name in names[1:]:
-        assert low["methods"][name]["tau"] < whole["methods"][name]["tau"]
-
-
 def test_a_draft_model_with_another_tokenizer(llama: dict, tmp_path: Path) -> None:
     shutil.copytree(llama["draft"].path, tmp_path / "draft")
     settings = llama | {"draft": DraftModelConfig(path=str(tmp_path / "draft"))}
@@ -202,24 +183,9 @@ def test_a_draft_model_with_another_tokenizer(llama: dict, tmp_path: Path) -> No
     content["model"]["vocab"] = {token: swapped.get(token, i) for token, i in words.items()}
     (tmp_path / "draft/tokenizer.json").write_text(json.dumps(content))
     result = measured(settings, tmp_path / "o", methods=["draft_chain"], max_new_tokens=6)
-    assert result["lossless"]["num_equal"] == 5
+    assert result["lossless"]["num_equal"] == 3
     with pytest.raises(InputError, match=r"draft_tree: the tokenizer of draft\.path is not"):
         measured(settings, tmp_path / "p", methods="draft_tree")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"methods": "eagle_tre"}, r"methods=\['eagle_tre'\]: unknown; allowed: all, vanilla"),
-        ({"methods": ["medusa_typical"]}, r"temperature above 0"),
-        ({"methods": "generate_lookup", "batch_size": 2}, r"batch_size=1, no recurrent"),
-        ({"heads": ["nowhere/at/all"]}, r"nowhere/at/all"),
-    ],
-)
-def test_what_is_missing_is_named(llama: dict, tmp_path: Path, changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        measured(llama, tmp_path / "o", **changes)
-    assert not (tmp_path / "o").exists()
 
 
 def test_layers_are_searched_for_on_prompts_that_are_not_measured(llama, tmp_path) -> None:

@@ -16,7 +16,7 @@ from eval.decode.engine import Generation, Step
 from eval.measure.measurement import Measurement, compute_prompt_seed
 from eval.measure.prompts import Prompt
 from heads.decoding.sampling import GREEDY, drafter_seeds
-from tests.eval.test_resume import KilledError
+from tests.eval.test_commands import KilledError
 
 
 def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:

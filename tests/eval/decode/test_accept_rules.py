@@ -11,6 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from toys import accept, tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -21,9 +23,8 @@ from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
 from heads.decoding.tree import Tree, make_static_tree
 
 V = 6
-NUM_TEXTS = 1000
+NUM_TEXTS = 60
 TREE = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
-DEEP = tree_of((0, 0, 0, 1, 1, 2, 4, 4, 5, 7))
 PLAIN = Sampling(temperature=1.0)
 WARPED = Sampling(temperature=0.8, top_p=0.9, top_k=4)
 
@@ -68,9 +69,11 @@ def test_probabilities_by_hand() -> None:
         torch.testing.assert_close(sampling.compute_probabilities(logits), torch.tensor([expected]))
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("top_k", [None, 1, 5, 50, 1000])
-@pytest.mark.parametrize("top_p", [0.0, 0.4, 0.95, 1.0])
+@given(
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([None, 1, 5, 50, 1000]),
+    top_p=st.sampled_from([0.0, 0.4, 0.95, 1.0]),
+)
 def test_probabilities_are_those_of_transformers(temperature, top_k, top_p) -> None:
     logits = 3 * torch.randn(32, 50, generator=generator())
     logits[8:16] = logits[8:16].round()  # ties, inside and at the edge of what is kept
@@ -155,10 +158,22 @@ def test_when_rounding_leaves_nothing_the_bonus_comes_from_p(q, monkeypatch) -> 
     assert outcomes(verified(draft, torch.zeros(2, 2))) == {((1,), 0), ((), 1)}
 
 
-def random_parents(num_nodes: int) -> Tensor:
-    """[NUM_TEXTS, N - 1], another tree in every text."""
-    rng = torch.rand(NUM_TEXTS, num_nodes - 1, generator=generator())
+def random_parents(num_nodes: int, num_texts: int = NUM_TEXTS) -> Tensor:
+    """[B, N - 1], another tree in every text."""
+    rng = torch.rand(num_texts, num_nodes - 1, generator=generator())
     return (rng * torch.arange(1, num_nodes)).long()
+
+
+SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(
+    lambda drawn: tree_of([parent % (node + 1) for node, parent in enumerate(drawn)])
+)
+"""Any tree of up to six drafted nodes."""
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
+    tree = Tree.make_chain(depth)
+    assert_layout(build_tree_layout(tree, torch.device("cpu")), tree)
 
 
 def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
@@ -169,12 +184,6 @@ def test_parents_that_differ_have_the_layouts_of_their_trees() -> None:
         of_one = TreeLayout(found.parents[[row]], found.mask[[row]], found.depths[[row]])
         assert_layout(of_one, tree)
         assert_layout(build_tree_layout(tree, parents.device), tree)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 5])
-def test_a_chain_has_the_layout_of_its_tree(depth: int) -> None:
-    tree = Tree.make_chain(depth)
-    assert_layout(build_tree_layout(tree, torch.device("cpu")), tree)
 
 
 def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_after_it() -> None:
@@ -196,11 +205,12 @@ def assert_layout(layout: TreeLayout, tree: Tree) -> None:
 
 def random_draft(sampled: bool, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
     """Tokens by chance, a fifth of them missing: the draft, its tokens [B, N], logits [B, N, V]."""
+    num_texts = NUM_TEXTS if isinstance(tree, Tree) else len(tree)
     num_nodes = tree.num_nodes if isinstance(tree, Tree) else tree.shape[1] + 1
-    rng, shape = generator(1), (NUM_TEXTS, num_nodes)
+    rng, shape = generator(num_nodes), (num_texts, num_nodes)
     tokens = torch.randint(V, shape, generator=rng)
     if sampled:  # V nodes in a row hold V tokens
-        order = torch.rand(NUM_TEXTS, V, generator=rng).argsort(1)
+        order = torch.rand(num_texts, V, generator=rng).argsort(1)
         tokens = order[:, torch.arange(num_nodes) % V]
     tokens[torch.rand(shape, generator=rng) < 0.2] = PAD
     tokens[:, 0] = 0
@@ -255,30 +265,41 @@ def same(
     ):
         assert nodes[: n + 1] == path
         assert not any(nodes[n + 1 :])
-    assert {len(path) for path in paths} >= {1, 2, 3}  # so that paths say something
     assert torch.equal(
         accepted.bonus, generators.sample_indices(torch.from_numpy(np.stack(rests)).float())
     )
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, WARPED], ids=["plain", "warped"])
-@pytest.mark.parametrize(
-    ("sampled", "tree"),
-    [
-        (False, TREE),
-        (False, random_parents(9)),
-        (True, Tree.make_chain(4)),
-        (True, DEEP),
-    ],
-    ids=["ranked", "ranked, trees differ", "chain", "tree"],
-)
-def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(sampled, tree, sampling) -> None:
+def check_rule(sampled: bool, tree: Tree | Tensor, sampling: Sampling) -> set[int]:
+    """Compares the rule with what papers write; the lengths of the paths."""
     draft, tokens, logits = random_draft(sampled, tree)
-    accepted = accept(draft, tokens, logits, sampling, seeded(NUM_TEXTS))
-    generators, p = seeded(NUM_TEXTS), sampling.compute_probabilities(logits).double().numpy()
-    uniforms = generators.draw_uniform(tokens.shape[1]).double().numpy()
-    found = [walked(draft, text, p[text], uniforms[text]) for text in range(NUM_TEXTS)]
+    num_texts = len(tokens)
+    accepted = accept(draft, tokens, logits, sampling, seeded(num_texts))
+    generators, p = seeded(num_texts), sampling.compute_probabilities(logits).double().numpy()
+    if sampling.typical is None:
+        uniforms = generators.draw_uniform(tokens.shape[1]).double().numpy()
+        found = [walked(draft, text, p[text], uniforms[text]) for text in range(num_texts)]
+    else:
+        paths = [likeliest_typical(draft, n, p[n], sampling.typical) for n in range(num_texts)]
+        found = [(path, p[text, path[-1]]) for text, path in enumerate(paths)]
     same(accepted, [path for path, _ in found], [rest for _, rest in found], generators)
+    return {len(path) for path, _ in found}
+
+
+@given(tree=SHAPES, sampled=st.booleans(), sampling=st.sampled_from([PLAIN, WARPED]))
+def test_the_same_is_accepted_as_by_the_rule_as_papers_write_it(tree, sampled, sampling) -> None:
+    check_rule(sampled, tree, sampling)
+
+
+@given(tree=SHAPES, rule=st.sampled_from([Typical(), Typical(threshold=0.3, alpha=0.7)]))
+def test_typical_acceptance_keeps_the_longest_typical_path(tree: Tree, rule: Typical) -> None:
+    check_rule(False, tree, replace(WARPED, typical=rule))
+
+
+@pytest.mark.parametrize("rule", [None, Typical()], ids=["standard", "typical"])
+def test_every_text_may_have_a_tree_of_its_own(rule: Typical | None) -> None:
+    lengths = check_rule(False, random_parents(9, 400), replace(WARPED, typical=rule))
+    assert lengths >= {1, 2, 3}
 
 
 def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> list[int]:
@@ -297,20 +318,6 @@ def likeliest_typical(draft: Draft, text: int, p: np.ndarray, rule: Typical) -> 
         if (length, log_prob) > best[:2] or length > best[0]:
             best = (length, log_prob, path[: length + 1])
     return best[2]
-
-
-@pytest.mark.parametrize("rule", [Typical(), Typical(threshold=0.3, alpha=0.7)])
-@pytest.mark.parametrize("tree", [DEEP, random_parents(9)], ids=["tree", "trees differ"])
-def test_typical_acceptance_keeps_the_longest_typical_path(tree, rule: Typical) -> None:
-    draft, tokens, logits = random_draft(False, tree)
-    sampling = replace(WARPED, typical=rule)
-    accepted, generators = (
-        accept(draft, tokens, logits, sampling, seeded(NUM_TEXTS)),
-        seeded(NUM_TEXTS),
-    )
-    p = sampling.compute_probabilities(logits).double().numpy()
-    paths = [likeliest_typical(draft, text, p[text], rule) for text in range(NUM_TEXTS)]
-    same(accepted, paths, [p[text, path[-1]] for text, path in enumerate(paths)], generators)
 
 
 def test_a_token_is_typical_above_the_threshold_that_the_entropy_sets() -> None:

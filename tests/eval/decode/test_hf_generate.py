@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from toys import endless_target, random_target, texts
+from toys import endless_target, random_target
 
 from conf.command.clock import DecodingTimes
-from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.engine import NoDraft, Step, decode, decode_batch
 from eval.decode.hf_generate import hf_generate
 from heads.decoding.drafting import PAD, Draft, Roots
@@ -50,18 +49,6 @@ def test_an_assistant_that_is_always_right_gives_all_it_drafts(target) -> None:
     assert text.token_ids == decode(target, NoDraft(), [5, 6, 7], 14).token_ids
     assert text.steps == [Step(3, 4, 10), Step(3, 4, 6), Step(1, 2, 2)]
     assert text.drafted == [3, 3, 1]
-
-
-def test_prompt_lookup_of_transformers_accepts_what_ours_does(target) -> None:
-    [prompt] = texts(target, 1, 40)
-    ours = decode(target, PromptLookup(4, 2), prompt, 40)
-    how = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2}
-    [theirs] = hf_generate(target, [prompt], 40, GREEDY, 0, **how)
-    assert theirs.token_ids == ours.token_ids
-    num_first = 40 - sum(step.num_emitted for step in theirs.steps)
-    assert 1 <= num_first <= 5
-    assert all(s.num_accepted <= d for s, d in zip(theirs.steps, theirs.drafted, strict=True))
-    assert max(step.num_accepted for step in theirs.steps) > 1
 
 
 def test_reading_the_prompt_lasts_until_the_next_pass_begins(target, monkeypatch) -> None:

@@ -1,80 +1,16 @@
-"""More texts than go on together: where one ends, the next takes its place."""
+"""More texts than go on together: who stands in which place, and what each of them took."""
 
 import time
 from collections.abc import Sequence
 
-import pytest
-from drafters import EVERY_DRAFTER, Make, each_way, medusa, small_target
-from toys import noisy_head, random_target
+from toys import random_target
 
 from eval.decode.drafters.draft_model import DraftModel
-from eval.decode.drafters.lookup import Recycling, SuccessorTable, build_recycling_tree
-from eval.decode.drafters.oracle import Oracle
-from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
-from eval.decode.engine import Generation, NoDraft, Request, Step, decode, decode_many
+from eval.decode.engine import NoDraft, Request, decode, decode_many
 from eval.decode.generation_config import StopRules
 from heads.decoding.drafting import Draft, Roots
-from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
-from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target, TargetOutput
-from tests.eval.decode.test_drafters import PROMPTS, WARM
-
-STOPS = [286, 132, 210, 188, 247, 109]
-REQUESTS = [
-    Request(ids, seed) for seed, ids in enumerate([*PROMPTS, [9, 8, 7, 6], [5], [77, 8]], start=7)
-]
-
-
-def suffix() -> SuffixDrafter:
-    return SuffixDrafter(SuffixTree(8))
-
-
-REMEMBERING: dict[str, Make] = {
-    "suffix": lambda *_: suffix(),
-    "hybrid": lambda *_: HybridDrafter(MedusaDrafter(medusa(), Tree.make_chain(3)), suffix(), 0.4),
-}
-
-
-@pytest.fixture
-def target(monkeypatch) -> Target:
-    """Its texts end where they come to one of a few tokens."""
-    found = small_target()
-    monkeypatch.setattr(found.model.generation_config, "eos_token_id", STOPS)
-    return found
-
-
-def alone(target: Target, make: Make, request: Request, sampling: Sampling) -> Generation:
-    drafter = make(sampling, [request.seed])
-    return decode(target, drafter, request.prompt_ids, 20, sampling, request.seed)
-
-
-EVERY = EVERY_DRAFTER | REMEMBERING
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling"), [each for each in each_way(EVERY, WARM) if each.id != "hybrid-warm"]
-)
-def test_a_text_in_anothers_place_is_drafted_as_it_is_alone(
-    name: str, sampling: Sampling, target: Target
-) -> None:
-    make = EVERY[name]
-    expected = [alone(target, make, request, sampling) for request in REQUESTS]
-    found = decode_many(target, lambda seeds: make(sampling, seeds), REQUESTS, 20, 2, sampling)
-    for text, own in zip(found, expected, strict=True):
-        assert (text.token_ids, text.steps) == (own.token_ids, own.steps)
-    assert len({len(text.token_ids) for text in found}) > 1
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "lfm2", "falcon_h1"])
-def test_windows_and_states_are_each_texts_own(family: str, monkeypatch) -> None:
-    target = random_target(family)
-    requests = ends_after([9, 24, 5, 16, 20], target, monkeypatch)
-    head, tree = noisy_head(target), Tree.from_paths([[0], [1], [0, 0]])
-    found = decode_many(target, lambda _: MedusaDrafter(head, tree), requests, 24, 2)
-    for request, text in zip(requests, found, strict=True):
-        own = decode(target, NoDraft(), request.prompt_ids, 24)
-        assert text.token_ids == own.token_ids
 
 
 def test_a_recurrent_draft_model_begins_a_prompt_of_one_token_in_anothers_place(
@@ -92,29 +28,6 @@ def test_a_recurrent_draft_model_begins_a_prompt_of_one_token_in_anothers_place(
         own = decode(target, make([0]), request.prompt_ids, 24)
         assert (text.token_ids, text.steps) == (own.token_ids, own.steps)
         assert all(step.num_accepted == min(3, step.num_left) for step in text.steps)
-
-
-def test_a_hybrid_copies_from_its_own_text(target: Target) -> None:
-    """Two texts that repeat themselves, the second in the place of one of others."""
-    requests = [Request([5, 6, 7, 5]), Request([9, 8]), Request([11, 12, 13, 14] * 3)]
-    made: list[HybridDrafter] = []
-
-    def make(_seeds: list[int]) -> HybridDrafter:
-        made.append(HybridDrafter(MedusaDrafter(medusa(), Tree.make_chain(3)), suffix(), 0.4))
-        return made[-1]
-
-    decode_many(target, make, requests, 6, 2)
-    prompts = [text.tokens[:12] for text in made[0].suffix.texts]
-    assert [11, 12, 13, 14] * 3 in prompts
-
-
-def test_recycled_candidates_go_on_in_other_texts(target: Target) -> None:
-    known = SuccessorTable()
-    tree = build_recycling_tree(6)
-    found = decode_many(target, lambda _: Recycling(known, tree), REQUESTS, 20, 2)
-    expected = decode_many(target, lambda _: NoDraft(), REQUESTS, 20, 1)
-    assert [text.token_ids for text in found] == [text.token_ids for text in expected]
-    assert any(step.num_accepted for text in found for step in text.steps)
 
 
 class Watched(NoDraft):
@@ -187,17 +100,3 @@ def test_what_a_text_took_and_when_its_tokens_came(monkeypatch) -> None:
     assert [text.times.prefill for text in (first, second, third)] == [0.5, 0.5, 1.0]
     assert [text.times.verify for text in (first, second, third)] == [1.0, 2.5, 0.5]
     assert [text.times.total for text in (first, second, third)] == [1.5, 3.0, 1.5]
-
-
-def test_an_oracle_goes_on_in_anothers_place(target: Target) -> None:
-    expected = [alone(target, lambda *_: NoDraft(), each, GREEDY).token_ids for each in REQUESTS]
-    by_seed = {each.seed: text for each, text in zip(REQUESTS, expected, strict=True)}
-
-    def make(seeds: list[int]) -> Oracle:
-        return Oracle([by_seed[seed] for seed in seeds], Tree.make_chain(2), 1.0, target.vocab_size)
-
-    found = decode_many(target, make, REQUESTS, 20, 2)
-    assert [text.token_ids for text in found] == expected
-    full = [step for text in found for step in text.steps if step.num_left > 2]
-    assert all(step == Step(2, 3, step.num_left) for step in full)
-    assert full

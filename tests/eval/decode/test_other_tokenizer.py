@@ -85,7 +85,7 @@ def learnt(made: PreTrainedTokenizerFast, seed: int = 0) -> Target:
 
 @pytest.fixture(scope="module")
 def models_by_tokenizer() -> dict[str, Target]:
-    return {name: learnt(make()) for name, make in TOKENIZERS.items()}
+    return {name: learnt(TOKENIZERS[name]()) for name in ("bytes", "wordy")}
 
 
 def prompts(target: Target) -> list[list[int]]:
@@ -125,10 +125,7 @@ def test_a_model_that_says_the_same_is_accepted(models_by_tokenizer, name: str) 
     assert sum(step.num_emitted for step in steps) > 4.5 * len(steps)
 
 
-@pytest.mark.parametrize(
-    ("mine", "its"),
-    [("bytes", "wordy"), ("wordy", "bytes"), ("wordy", "letters"), ("letters", "same end")],
-)
+@pytest.mark.parametrize(("mine", "its"), [("bytes", "wordy"), ("wordy", "bytes")])
 def test_texts_are_the_targets_alone_and_in_a_batch(models_by_tokenizer, mine, its) -> None:
     target, draft = models_by_tokenizer[mine], models_by_tokenizer[its]
     drafter = Checked(draft, target.tokenizer, 4, window=10)
@@ -140,8 +137,9 @@ def test_texts_are_the_targets_alone_and_in_a_batch(models_by_tokenizer, mine, i
     assert sum(step.num_accepted for text in together for step in text.steps) > 20
 
 
-@pytest.mark.parametrize("its", ["wordy", "bytes"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=1)], ids=["greedy", "warm"])
+@pytest.mark.parametrize(
+    ("its", "sampling"), [("wordy", Sampling()), ("bytes", Sampling(1.0, top_k=1))]
+)
 def test_text_that_is_none_does_no_harm(models_by_tokenizer, its: str, sampling) -> None:
     """Random tokens: pieces of characters, special tokens anywhere, ids that nobody knows."""
     made = tokenizer()
@@ -157,8 +155,10 @@ def test_text_that_is_none_does_no_harm(models_by_tokenizer, its: str, sampling)
         assert found.token_ids == decode(target, NoDraft(), start, 50).token_ids
 
 
-@pytest.mark.parametrize("mine", sorted(TOKENIZERS))
-@pytest.mark.parametrize("its", sorted(TOKENIZERS))
+@pytest.mark.parametrize(
+    ("mine", "its"),
+    [("bytes", "wordy"), ("wordy", "bytes"), ("letters", "same end"), ("wordy", "letters")],
+)
 def test_a_window_translates_as_the_whole_text(mine: str, its: str) -> None:
     target, draft = TOKENIZERS[mine](), TOKENIZERS[its]()
     translator = Translator(target, draft)

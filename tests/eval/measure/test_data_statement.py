@@ -16,6 +16,7 @@ from data.rows.row_digests import PROMPTS_FILE, PromptDigests
 from eval import acceptance
 from eval.measure.data_statement import DataStatement, format_training_notes
 from heads.target_model.load import load_target
+from tests.chats import write_rows
 
 WORDS = ("there", "you", "today", "fine")
 
@@ -24,13 +25,14 @@ def digest(question: str) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(question).encode())
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and a head that was trained on three prompts, two of them measured."""
+    tmp_path = tmp_path_factory.mktemp("stated")
     target_path = save_target(tmp_path / "target")
     head = noisy_head(load_target(TargetConfig(path=str(target_path)), torch.device("cpu")))
     rows = [{"turns": [f"hello {word}?", "and now?"]} for word in WORDS]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "prompts.jsonl", rows)
     known = [digest("hello you?"), digest("hello fine?"), digest("and now?")]
     stated = DataStatement(
         "chats.jsonl", "ab", {"enable_thinking": False}, "bfloat16",

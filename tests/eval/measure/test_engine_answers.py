@@ -1,6 +1,6 @@
 """Servers of another target, or of other states, are found out by asking."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tests.servers import EngineServer, serving
 LAYERS = [1, NUM_LAYERS]
 TEXT = torch.randint(3, 18, (90,), generator=torch.Generator().manual_seed(0)).tolist()
 CPU = torch.device("cpu")
+Fault = Callable[[EngineServer, Target], None]
 
 
 @pytest.fixture(autouse=True)
@@ -70,31 +71,21 @@ def test_the_targets_own_server_passes(
     assert list(server.folder.iterdir()) == []
 
 
-def test_other_weights_are_found_out(
-    server: EngineServer, config: TargetConfig, target: Target
-) -> None:
+def other_weights(server: EngineServer, _: Target) -> None:
     right = server.log_probs
     server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]
-    with pytest.raises(InputError, match=r"0\.200 nats on average .*serves other weights"):
-        probed(server, config, target)
 
 
-def test_states_behind_the_final_norm_are_found_out(
-    server: EngineServer, config: TargetConfig, target: Target
-) -> None:
+def behind_the_final_norm(server: EngineServer, target: Target) -> None:
     def normed(ids: list[int]) -> Tensor:
         with server.one_at_a_time:
             output = target.encode_text(ids, FeatureLayers((1,)))
         return torch.stack([output.layers[1][0], output.hidden_states[0]], 1)
 
     server.states = normed
-    with pytest.raises(InputError, match="give other log-probabilities than the server"):
-        probed(server, config, target)
 
 
-def test_the_ids_of_other_layers_are_found_out(
-    server: EngineServer, config: TargetConfig, target: Target
-) -> None:
+def other_layers(server: EngineServer, target: Target) -> None:
     """Some tools count decoder layers from 0 where vLLM counts their outputs from 1."""
 
     def one_too_far(ids: list[int]) -> Tensor:
@@ -103,7 +94,46 @@ def test_the_ids_of_other_layers_are_found_out(
         return torch.stack([output.layers[2][0], output.layers[NUM_LAYERS][0]], 1)
 
     server.states = one_too_far
-    with pytest.raises(InputError, match=r"hidden state 1 is \d+\.\d% from that of the first"):
+
+
+def wrong_when(is_wrong: Callable[[list[int], list[list[int]]], bool]) -> Fault:
+    """States of a text that depend on the texts before it, which end with itself."""
+
+    def fault(server: EngineServer, _: Target) -> None:
+        right, seen = server.states, []
+
+        def states(ids: list[int]) -> Tensor:
+            seen.append(ids)
+            return right(ids) * (1.1 if is_wrong(ids, seen) else 1.0)
+
+        server.states = states
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (other_weights, r"0\.200 nats on average .*serves other weights"),
+        (behind_the_final_norm, "give other log-probabilities than the server"),
+        (other_layers, r"hidden state 1 is \d+\.\d% from that of the first"),
+        (wrong_when(lambda ids, _: len(ids) > 64), "of a text change when more text follows"),
+        (
+            wrong_when(lambda ids, seen: len(seen) > 2 and ids == TEXT[:64]),
+            "the states of a text change when it is read a second time",
+        ),
+        # Each of the eight has been read alone before.
+        (
+            wrong_when(lambda ids, seen: ids != TEXT[:64] and seen.count(ids) == 2),
+            "the states of a text change when 8 texts are read at once",
+        ),
+    ],
+)
+def test_a_server_of_something_else_is_found_out(
+    fault: Fault, words: str, server: EngineServer, config: TargetConfig, target: Target
+) -> None:
+    fault(server, target)
+    with pytest.raises(InputError, match=words):
         probed(server, config, target)
 
 
@@ -127,34 +157,6 @@ def test_first_layers_that_hang_on_later_ones_are_not_compared(
     assert load_early_layers(TargetConfig(path=path, dtype=Dtype.float32), 2) is None
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("longest", "more text follows"),
-        ("again", "it is read a second time"),
-        ("at_once", "8 texts are read at once"),
-    ],
-)
-def test_states_that_depend_on_the_company_are_found_out(
-    fault: str, words: str, server: EngineServer, config: TargetConfig, target: Target
-) -> None:
-    right, seen = server.states, []
-
-    def states(ids: list[int]) -> Tensor:
-        seen.append(ids)
-        wrong = {
-            "longest": len(ids) > 64,
-            "again": len(seen) > 2 and ids == TEXT[:64],
-            # Each of the eight has been read alone before.
-            "at_once": ids != TEXT[:64] and seen.count(ids) == 2,
-        }[fault]
-        return right(ids) * (1.1 if wrong else 1.0)
-
-    server.states = states
-    with pytest.raises(InputError, match=f"the states of a text change when {words}"):
-        probed(server, config, target)
-
-
 def test_a_server_that_comes_back_with_other_weights_ends_the_run(
     server: EngineServer, config: TargetConfig, target: Target
 ) -> None:
@@ -162,8 +164,7 @@ def test_a_server_that_comes_back_with_other_weights_ends_the_run(
     remote.final_norm.weight.data.copy_(target.decoder.norm.weight)
     with open_states_pool(replace(config, engine=[server.url]), remote, LAYERS, TEXT) as pool:
         assert pool.request_states([5, 6]).keys() == {f"layers.{index}" for index in LAYERS}
-        right = server.log_probs
-        server.log_probs = lambda ids: [nats - 0.2 for nats in right(ids)]
+        other_weights(server, target)
         server.faults = [(422, {})]
         with pytest.raises(InputError, match="serves other weights"):
             pool.request_states([5, 6])

@@ -1,5 +1,6 @@
 """Verdicts: for each outcome, figures, the sentence and the next command."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -81,110 +82,83 @@ COSTS = (
     "compares it with suffixes, which need no training."
 )
 TREES = "vLLM and llama.cpp run chains alone, SGLang also trees of EAGLE heads."
+UNWORTHY = "This head is not worth serving"
 
 
 @pytest.mark.parametrize(
     ("result", "outcome", "sentence"),
     [
-        (
-            acceptance(4, 1.1, (1.1, 1.1)),
-            Outcome.unclear,
-            "Too few prompts to judge this head: tau 1.10 (chain, 4 dialogues).",
-        ),
-        (
-            acceptance(32, 1.14, (1.05, 1.22)),
-            Outcome.weak,
-            "This head is not worth serving yet: tau 1.14 (chain, 95% interval 1.05-1.22, 32 "
-            f"dialogues) lies below {COSTS}",
-        ),
-        (
-            acceptance(8, 1.25, (1.1, 1.5)),
-            Outcome.unclear,
-            "The figures do not tell whether this head is worth it: tau 1.25 (chain, 95% interval "
-            f"1.10-1.50, 8 dialogues) should exceed {COSTS}",
-        ),
-        (
-            acceptance(32, 1.6, (1.5, 1.7)),
-            Outcome.worth,
-            "The target accepts enough drafts to measure seconds: tau 1.60 (chain, 95% interval "
-            "1.50-1.70, 32 dialogues) tokens per pass.",
-        ),
-        (
-            acceptance(32, 1.2, (1.1, 1.3), tree=1.6),
-            Outcome.weak,
-            "This head is not worth serving yet: tau 1.20 (chain, 95% interval 1.10-1.30, 32 "
-            f"dialogues) lies below {COSTS} The tree's tau is 1.60, but {TREES}",
-        ),
+        (acceptance(4, 1.1, (1.1, 1.1)), Outcome.unclear,
+         "Too few prompts to judge this head: tau 1.10 (chain, 4 dialogues)."),
+        (acceptance(32, 1.14, (1.05, 1.22)), Outcome.weak,
+         f"{UNWORTHY} yet: tau 1.14 (chain, 95% interval 1.05-1.22, 32 dialogues) lies below "
+         f"{COSTS}"),
+        (acceptance(8, 1.25, (1.1, 1.5)), Outcome.unclear,
+         "The figures do not tell whether this head is worth it: tau 1.25 (chain, 95% interval "
+         f"1.10-1.50, 8 dialogues) should exceed {COSTS}"),
+        (acceptance(32, 1.6, (1.5, 1.7)), Outcome.worth,
+         "The target accepts enough drafts to measure seconds: tau 1.60 (chain, 95% interval "
+         "1.50-1.70, 32 dialogues) tokens per pass."),
+        (acceptance(32, 1.2, (1.1, 1.3), tree=1.6), Outcome.weak,
+         f"{UNWORTHY} yet: tau 1.20 (chain, 95% interval 1.10-1.30, 32 dialogues) lies below "
+         f"{COSTS} The tree's tau is 1.60, but {TREES}"),
     ],
-)
+)  # fmt: skip
 def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence: str) -> None:
     found = judge_acceptance(result)
     assert (found.outcome, found.sentence) == (outcome, sentence)
 
 
+Measured = dict[str, tuple[float, Bounds]]
+BEATEN: Measured = {
+    "eagle_chain": (1.16, (1.1, 1.2)), "ngram": (1.18, (1.1, 1.2)), "suffix": (1.26, (1.2, 1.3)),
+    "eagle_suffix": (1.53, (1.5, 1.6)),
+}  # fmt: skip
+SLOW: Measured = {"eagle_chain": (0.83, (0.8, 0.9)), "suffix": (0.9, (0.8, 1.0))}
+UNSURE: Measured = {"eagle_chain": (1.1, (0.97, 1.2)), "eagle_tree": (1.0, (0.9, 1.1))}
+SECOND: Measured = {
+    "eagle_chain": (1.1, (1.0, 1.2)), "eagle_chain_2": (1.2, (1.1, 1.3)),
+    "eagle_tree_2": (1.9, (1.8, 2.0)),
+}  # fmt: skip
+BUSHY: Measured = {
+    "eagle_chain": (1.11, (0.86, 1.45)), "eagle_tree": (1.65, (1.29, 2.18)),
+    "suffix": (1.15, (0.92, 1.49)),
+}  # fmt: skip
+NO_CHAIN: Measured = {"eagle_tree": (1.9, (1.8, 2.0)), "suffix": (1.5, (1.4, 1.6))}
+
+
 @pytest.mark.parametrize(
-    ("result", "outcome", "sentence"),
+    ("number", "methods", "outcome", "sentence"),
     [
-        (
-            speedup(1, eagle_chain=(2.0, None), suffix=(3.0, None)),
-            Outcome.unclear,
-            "Too few prompts to judge this head: eagle_chain decodes at 2.00 of the baseline's "
-            "speed (1 dialogue).",
-        ),
-        (
-            speedup(
-                20, eagle_chain=(1.16, (1.1, 1.2)), ngram=(1.18, (1.1, 1.2)),
-                suffix=(1.26, (1.2, 1.3)), eagle_suffix=(1.53, (1.5, 1.6)),
-            ),
-            Outcome.weak,
-            "This head is not worth serving: eagle_chain decodes at 1.16 of the baseline's speed "
-            "(95% interval 1.10-1.20, 20 dialogues), but suffix at 1.26 (95% interval 1.20-1.30, "
-            "20 dialogues) without any training.",
-        ),
-        (
-            speedup(20, eagle_chain=(0.83, (0.8, 0.9)), suffix=(0.9, (0.8, 1.0))),
-            Outcome.weak,
-            "This head is not worth serving: eagle_chain decodes at 0.83 of the baseline's speed "
-            "(95% interval 0.80-0.90, 20 dialogues).",
-        ),
-        (
-            speedup(20, eagle_chain=(1.1, (0.97, 1.2)), eagle_tree=(1.0, (0.9, 1.1))),
-            Outcome.unclear,
-            "The figures do not tell whether this head pays: eagle_chain decodes at 1.10 of the "
-            "baseline's speed (95% interval 0.97-1.20, 20 dialogues).",
-        ),
-        (
-            speedup(
-                20, eagle_chain=(1.1, (1.0, 1.2)), eagle_chain_2=(1.2, (1.1, 1.3)),
-                eagle_tree_2=(1.9, (1.8, 2.0)),
-            ),
-            Outcome.worth,
-            "This head is worth serving: eagle_chain_2 decodes at 1.20 of the baseline's speed "
-            "(95% interval 1.10-1.30, 20 dialogues). eagle_tree_2 decodes at 1.90 of the "
-            f"baseline's speed (95% interval 1.80-2.00, 20 dialogues), but {TREES}",
-        ),
-        (
-            speedup(
-                8, eagle_chain=(1.11, (0.86, 1.45)), eagle_tree=(1.65, (1.29, 2.18)),
-                suffix=(1.15, (0.92, 1.49)),
-            ),
-            Outcome.weak,
-            "This head is not worth serving: eagle_chain decodes at 1.11 of the baseline's speed "
-            "(95% interval 0.86-1.45, 8 dialogues), but suffix at 1.15 (95% interval 0.92-1.49, 8 "
-            "dialogues) without any training. eagle_tree decodes at 1.65 of the baseline's speed "
-            f"(95% interval 1.29-2.18, 8 dialogues), but {TREES}",
-        ),
-        (
-            speedup(20, eagle_tree=(1.9, (1.8, 2.0)), suffix=(1.5, (1.4, 1.6))),
-            Outcome.no_chain,
-            "Nothing says whether this head is worth serving, as no chain was measured: eagle_tree "
-            "decodes at 1.90 of the baseline's speed (95% interval 1.80-2.00, 20 dialogues), but "
-            f"{TREES}",
-        ),
+        (1, {"eagle_chain": (2.0, None), "suffix": (3.0, None)}, Outcome.unclear,
+         "Too few prompts to judge this head: eagle_chain decodes at 2.00 of the baseline's "
+         "speed (1 dialogue)."),
+        (20, BEATEN, Outcome.weak,
+         UNWORTHY + ": [eagle_chain], but suffix at 1.26 (95% interval 1.20-1.30, 20 dialogues) "
+         "without any training."),
+        (20, SLOW, Outcome.weak, UNWORTHY + ": [eagle_chain]."),
+        (20, UNSURE, Outcome.unclear,
+         "The figures do not tell whether this head pays: [eagle_chain]."),
+        (20, SECOND, Outcome.worth,
+         f"This head is worth serving: [eagle_chain_2]. [eagle_tree_2], but {TREES}"),
+        (8, BUSHY, Outcome.weak,
+         UNWORTHY + ": [eagle_chain], but suffix at 1.15 (95% interval 0.92-1.49, 8 dialogues) "
+         f"without any training. [eagle_tree], but {TREES}"),
+        (20, NO_CHAIN, Outcome.no_chain,
+         "Nothing says whether this head is worth serving, as no chain was measured: "
+         f"[eagle_tree], but {TREES}"),
     ],
 )  # fmt: skip
-def test_speedup_is_judged(result: dict[str, Any], outcome: Outcome, sentence: str) -> None:
-    found = judge_speedup(result, ["eagle"])
+def test_speedup_is_judged(number: int, methods: Measured, outcome: Outcome, sentence: str) -> None:
+    """A name in brackets stands for what is said of that method."""
+    for name, (value, bounds) in methods.items():
+        low, high = bounds or (0, 0)
+        sentence = sentence.replace(
+            f"[{name}]",
+            f"{name} decodes at {value:.2f} of the baseline's speed (95% interval {low:.2f}-"
+            f"{high:.2f}, {number} dialogues)",
+        )
+    found = judge_speedup(speedup(number, **methods), ["eagle"])
     assert found is not None
     assert (found.outcome, found.sentence) == (outcome, sentence)
 
@@ -195,46 +169,28 @@ def test_nothing_is_judged_without_a_head_or_without_times() -> None:
     assert judge_serving({"concurrency": {}}, 20) is None
 
 
+IN_FLIGHT = "with 1 in flight the server answers at"
+SPEED = "of the baseline's speed"
+
+
 @pytest.mark.parametrize(
     ("result", "number", "outcome", "sentence"),
     [
-        (
-            serving((1, None, None)),
-            20,
-            Outcome.alone,
-            "No server without drafts was given, so nothing says whether drafts pay.",
-        ),
-        (
-            serving((1, 1.4, (1.4, 1.4))),
-            7,
-            Outcome.unclear,
-            "Too few prompts to judge this head: with 1 in flight the server answers at "
-            "1.40 of the baseline's speed (7 dialogues).",
-        ),
-        (
-            serving((1, 0.9, (0.8, 0.95)), (16, 0.7, (0.6, 0.8))),
-            20,
-            Outcome.weak,
-            "This head is not worth serving: with 1 in flight the server answers at 0.90 of "
-            "the baseline's speed (95% interval 0.80-0.95, 20 dialogues), and is no faster with 1, "
-            "16.",
-        ),
-        (
-            serving((1, 1.05, (0.9, 1.2))),
-            20,
-            Outcome.unclear,
-            "The figures do not tell whether this head pays: with 1 in flight the server "
-            "answers at 1.05 of the baseline's speed (95% interval 0.90-1.20, 20 dialogues).",
-        ),
-        (
-            serving((1, 1.4, (1.3, 1.5)), (16, 0.9, (0.8, 1.0))),
-            20,
-            Outcome.worth,
-            "This head is worth serving: with 1 in flight the server answers at 1.40 of the "
-            "baseline's speed (95% interval 1.30-1.50, 20 dialogues), and is no faster with 16.",
-        ),
+        (serving((1, None, None)), 20, Outcome.alone,
+         "No server without drafts was given, so nothing says whether drafts pay."),
+        (serving((1, 1.4, (1.4, 1.4))), 7, Outcome.unclear,
+         f"Too few prompts to judge this head: {IN_FLIGHT} 1.40 {SPEED} (7 dialogues)."),
+        (serving((1, 0.9, (0.8, 0.95)), (16, 0.7, (0.6, 0.8))), 20, Outcome.weak,
+         f"{UNWORTHY}: {IN_FLIGHT} 0.90 {SPEED} (95% interval 0.80-0.95, 20 dialogues), and is no "
+         "faster with 1, 16."),
+        (serving((1, 1.05, (0.9, 1.2))), 20, Outcome.unclear,
+         f"The figures do not tell whether this head pays: {IN_FLIGHT} 1.05 {SPEED} (95% interval "
+         "0.90-1.20, 20 dialogues)."),
+        (serving((1, 1.4, (1.3, 1.5)), (16, 0.9, (0.8, 1.0))), 20, Outcome.worth,
+         f"This head is worth serving: {IN_FLIGHT} 1.40 {SPEED} (95% interval 1.30-1.50, 20 "
+         "dialogues), and is no faster with 16."),
     ],
-)
+)  # fmt: skip
 def test_serving_is_judged(
     result: dict[str, Any], number: int, outcome: Outcome, sentence: str
 ) -> None:
@@ -256,13 +212,14 @@ AGAIN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ended", RUNS)
-@pytest.mark.parametrize("outcome", Outcome)
+ALWAYS = (Outcome.unclear, Outcome.weak, Outcome.worth)
+ENDS = [*product(RUNS, ALWAYS), ("serve", Outcome.alone), ("speedup", Outcome.no_chain)]
+
+
+@pytest.mark.parametrize(("ended", "outcome"), ENDS)
 def test_the_next_command_fits_the_outcome(
     ended: str, outcome: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if ended != {Outcome.alone: "serve", Outcome.no_chain: "speedup"}.get(outcome, ended):
-        return
     onward = {
         "acceptance": {"head.path": "h"},
         "speedup": {"head.path": "h", "format": "vllm"},

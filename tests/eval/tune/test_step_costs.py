@@ -38,15 +38,9 @@ def test_a_curve_is_straight_between_its_sizes_and_beyond_them() -> None:
     sizes = (1, 2, 3, 4, 5, 8, 9, 16)
     expected = [0.010, 0.011, 0.0115, 0.012, 0.014, 0.020, 0.022, 0.036]
     assert [curve.estimate_seconds(size) for size in sizes] == pytest.approx(expected)
-
-
-def test_a_curve_never_falls_beyond_its_sizes() -> None:
+    # It never falls beyond them.
     assert CostCurve("gpu", [1, 8], [0.02, 0.01]).estimate_seconds(100) == 0.01
-    assert (
-        CostCurve("gpu", [4], [0.02]).estimate_seconds(1)
-        == CostCurve("gpu", [4], [0.02]).estimate_seconds(9)
-        == 0.02
-    )
+    assert [CostCurve("gpu", [4], [0.02]).estimate_seconds(size) for size in (1, 9)] == [0.02] * 2
 
 
 def test_a_curve_survives_its_file(tmp_path) -> None:
@@ -224,31 +218,20 @@ def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
 
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
 def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> None:
-    make = {
-        "medusa": lambda: noisy_head(target),
-        "eagle": lambda: eagle_head(target, EagleForm.eagle3, num_updates=30),
-    }
-    head = make[family]()
+    medusa = family == "medusa"
+    head = noisy_head(target) if medusa else eagle_head(target, EagleForm.eagle3, num_updates=30)
     bench_head = MeasuredHead("", head, Tree.make_chain(3), Tree.make_chain(3))
     prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
     found = compute_chain_taus(target, bench_head, prompts, 20)
     assert len(found) == bench_head.draft_head.max_chain_depth
     for length in (1, 3):
-        steps = [
-            PromptSteps(
-                "",
-                decode(
-                    target,
-                    MedusaDrafter(head, Tree.make_chain(length))
-                    if family == "medusa"
-                    else EagleDrafter(head, length),
-                    prompt.token_ids,
-                    20,
-                ).steps,
+        texts = [
+            decode(
+                target, head.make_drafter(Tree.make_chain(length), GREEDY, [0]), each.token_ids, 20
             )
-            for prompt in prompts
+            for each in prompts
         ]
-        assert found[length - 1] == tau(steps)
+        assert found[length - 1] == tau([PromptSteps("", text.steps) for text in texts])
 
 
 def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None:
