@@ -39,20 +39,20 @@ def edited(file: Path) -> Iterator[dict[str, Tensor]]:
 
 def damage(folder: Path, fault: Fault) -> None:
     """Applies a fault to an export."""
-    for file in folder.glob("*.gguf"):
-        found = GgufFile(file, "file")
-        told = {key: value.content for key, value in found.metadata.items()}
-        content, tensors = dict(told), found.load_tensors()
-        fault(content, tensors)
-        values = {
-            key: found.metadata[key] if each is told.get(key) else Value.from_content(each)
-            for key, each in content.items()
-        }
-        return write_gguf(file, values, tensors)
-    (file,) = folder.glob("*.safetensors")
-    with edited_json(folder / "config.json") as config, edited(file) as tensors:
-        fault(config, tensors)
-    return None
+    (file,) = [*folder.glob("*.gguf"), *folder.glob("*.safetensors")]
+    if file.suffix == ".safetensors":
+        with edited_json(folder / "config.json") as config, edited(file) as tensors:
+            fault(config, tensors)
+        return
+    found = GgufFile(file, "file")
+    told = {key: value.content for key, value in found.metadata.items()}
+    content, tensors = dict(told), found.load_tensors()
+    fault(content, tensors)
+    values = {
+        key: found.metadata[key] if each is told.get(key) else Value.from_content(each)
+        for key, each in content.items()
+    }
+    write_gguf(file, values, tensors)
 
 
 def key(*path: str, to: Any = GONE) -> Fault:

@@ -51,6 +51,10 @@ def test_an_export_is_the_trained_head_and_exports_as_itself(
     head, folder = made(name), write(name, engine, tmp_path / "out")
     verdict = check_parity(folder)
     assert verdict.max_difference < 1e-4 * verdict.scale / 2
+    command = head.plan_export(ExportFormat(engine), str(folder)).command
+    assert str(folder) in command
+    in_parallel = name.startswith("peagle") and engine == "vllm"
+    assert ('"parallel_drafting": true' in command) == in_parallel
     assert f"format {engine}, head {head.variant}" in verdict.lines[0]
     back = load_head(str(folder)).attach(target_of(name)).eval()
     assert back.config == head.config

@@ -67,7 +67,7 @@ def twice(offsets: Tensor) -> Tensor:
 
 
 def turned(by: int) -> Any:
-    return lambda found: found.roll(by, 1)
+    return lambda found: found.roll(by, -1)
 
 
 def moved(found: Tensor) -> Tensor:
