@@ -1,10 +1,12 @@
-"""Small random EAGLE checkpoints, exactly as others write them.
+"""Small random EAGLE checkpoints, exactly as others write them; a function for each writer.
 
 Names, shapes and keys of `config.json` are those of the published files; hidden 64, 2 heads and
 1 key-value head of 32, intermediate 96, 96 ids of which 24 are drafted.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HIDDEN, INNER, KV_WIDTH, VOCAB, DRAFT = 64, 96, 32, 96, 24
+PUBLISHED = Path(__file__).parent / "heads/eagle/published"
 # The keys of yuhuili's configs. No head_dim: it is hidden_size / num_attention_heads.
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "initializer_range": 0.02,
-    "intermediate_size": INNER,
-    "max_position_embeddings": 256,
-    "model_type": "llama",
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 1,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": VOCAB,
-}
+LLAMA: dict[str, Any] = json.loads((PUBLISHED / "llama.json").read_text())
+SPECULATORS: dict[str, Any] = json.loads((PUBLISHED / "speculators.json").read_text())
+EAGLE3 = LLAMA | {"draft_vocab_size": DRAFT}
+FORGED = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
 def layer(inputs: int = HIDDEN, bias: bool = False, seed: int = 0) -> dict[str, Tensor]:
@@ -95,117 +81,74 @@ def write(
     return folder
 
 
-def eagle1(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """`yuhuili/EAGLE-llama2-chat-7B`: a biased fc, its own copy of the embedding."""
-    return write(folder, LLAMA, eagle1_tensors() | embedding(), dtype)
-
-
-def eagle1_qwen2(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """`yuhuili/EAGLE-Qwen2-7B-Instruct`: biases in the attention."""
-    config = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "bias": True, "qkv_bias": True}
-    return write(folder, config, eagle1_tensors(qkv_bias=True) | embedding(), dtype)
-
-
-def eagle1_vllm(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """An EAGLE-1 head for vLLM: no bias, the embedding is the target's."""
-    config = LLAMA | {"architectures": ["EagleLlamaForCausalLM"], "bias": False}
-    return write(folder, config, eagle1_tensors(fc_bias=False), dtype)
-
-
-def eagle1_vllm_first(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """`abhigoyal/EAGLE-LLaMA3-Instruct-8B-vllm`: settings one level down, the target's lm_head."""
-    config = {"model_type": "eagle", "model": LLAMA, "truncated_vocab_size": VOCAB}
-    lm_head = random({"lm_head.weight": [VOCAB, HIDDEN]}, seed=5)
-    return write(folder, config, eagle1_tensors(fc_bias=False) | embedding() | lm_head, dtype)
-
-
-def eagle3(folder: Path, dtype: torch.dtype = torch.float16) -> Path:
-    """`yuhuili/EAGLE3-LLaMA3.1-Instruct-8B`: no embedding, no ids."""
-    return write(folder, LLAMA | {"draft_vocab_size": DRAFT}, eagle3_tensors(), dtype)
-
-
-def specforge(
-    folder: Path, dtype: torch.dtype = torch.bfloat16, embed: Tensor | None = None
+def write_published(
+    config: dict[str, Any],
+    usual: torch.dtype,
+    make: Callable[[], dict[str, Tensor]],
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    embed: Tensor | None = None,
 ) -> Path:
-    """SpecForge: the same with an embedding; attention_bias is the target's, none is there."""
-    config = LLAMA | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "attention_bias": True,
-        "draft_vocab_size": DRAFT,
-        "head_dim": 32,
-        "rope_scaling": None,
-        "rope_theta": 10000,
-        "sliding_window": None,
-        "target_model_type": None,
-    }
-    own = embedding() if embed is None else {"embed_tokens.weight": embed}
-    return write(folder, config, eagle3_tensors() | own, dtype)
+    """Writes a checkpoint, perhaps in another dtype, or with an embedding."""
+    more = {} if embed is None else {"embed_tokens.weight": embed}
+    return write(folder, config, make() | more, dtype or usual)
 
 
-def sglang_eagle31(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """EAGLE-3.1 with SGLang's names."""
-    parts = ("low", "mid", "high")
-    norms = random({f"aux_norm_{part}.weight": [HIDDEN] for part in parts}, seed=6)
-    more = {"draft_vocab_size": DRAFT, "use_aux_norm": True, "norm_output": True}
-    config = LLAMA | more | {"architectures": ["LlamaForCausalLMEagle3"]}
-    return write(folder, config, eagle3_tensors() | norms, dtype)
-
-
-def modelopt(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """ModelOpt for TensorRT-LLM: flags in `eagle_config`, names as in a whole model."""
+def modelopt_tensors() -> dict[str, Tensor]:
     tensors = eagle3_tensors("layers.0.") | random({"input_norm.weight": [3 * HIDDEN]}, seed=6)
     named = {f"model.{name}": tensors.pop(name) for name in list(tensors) if "lm_head" not in name}
-    config = LLAMA | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": DRAFT,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [],
-            "norm_before_fc": True,
-            "norm_before_residual": True,
-            "return_hidden_post_norm": True,
+    return named | tensors
+
+
+FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
+AUX_NORMS = {f"aux_norm_{part}.weight": [HIDDEN] for part in ("low", "mid", "high")}
+LM_HEAD = {"lm_head.weight": [VOCAB, HIDDEN]}
+WRITERS: dict[str, tuple[dict[str, Any], torch.dtype, Callable[[], dict[str, Tensor]]]] = {
+    # `yuhuili/EAGLE-llama2-chat-7B`: a biased fc, its own copy of the embedding.
+    "eagle1": (LLAMA, FLOAT16, lambda: eagle1_tensors() | embedding()),
+    # `yuhuili/EAGLE-Qwen2-7B-Instruct`: biases in the attention.
+    "eagle1_qwen2": (
+        LLAMA | {"architectures": ["Qwen2ForCausalLM"], "bias": True, "qkv_bias": True},
+        FLOAT16, lambda: eagle1_tensors(qkv_bias=True) | embedding(),
+    ),
+    # An EAGLE-1 head for vLLM: no bias, the embedding is the target's.
+    "eagle1_vllm": (
+        LLAMA | {"architectures": ["EagleLlamaForCausalLM"], "bias": False},
+        FLOAT16, lambda: eagle1_tensors(fc_bias=False),
+    ),
+    # `abhigoyal/EAGLE-LLaMA3-Instruct-8B-vllm`: settings one level down, the target's lm_head.
+    "eagle1_vllm_first": (
+        {"model_type": "eagle", "model": LLAMA, "truncated_vocab_size": VOCAB},
+        FLOAT16, lambda: eagle1_tensors(fc_bias=False) | embedding() | random(LM_HEAD, seed=5),
+    ),
+    # `yuhuili/EAGLE3-LLaMA3.1-Instruct-8B`: no embedding, no ids.
+    "eagle3": (EAGLE3, FLOAT16, eagle3_tensors),
+    # The same with an embedding; attention_bias is the target's, none is there.
+    "specforge": (
+        EAGLE3 | FORGED | {
+            "attention_bias": True, "head_dim": 32, "rope_scaling": None, "rope_theta": 10000,
+            "sliding_window": None, "target_model_type": None,
+        },
+        BFLOAT16, lambda: eagle3_tensors() | embedding(),
+    ),
+    # EAGLE-3.1 with SGLang's names.
+    "sglang_eagle31": (
+        EAGLE3 | FORGED | {"use_aux_norm": True, "norm_output": True},
+        BFLOAT16, lambda: eagle3_tensors() | random(AUX_NORMS, seed=6),
+    ),
+    # For TensorRT-LLM: flags in `eagle_config`, names as in a whole model.
+    "modelopt": (
+        EAGLE3 | FORGED | {"eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [], "norm_before_fc": True,
+            "norm_before_residual": True, "return_hidden_post_norm": True,
             "use_aux_hidden_state": True,
-        },
-    }
-    return write(folder, config, named | tensors, dtype)
-
-
-def speculators(
-    folder: Path, dtype: torch.dtype = torch.bfloat16, embed: Tensor | None = None
-) -> Path:
-    """speculators 0.6."""
-    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    transformer = {name: LLAMA[name] for name in (*sizes, "hidden_size", "rms_norm_eps")} | {
-        "attention_bias": False,
-        "head_dim": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 256,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    }
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": DRAFT,
-        "dtype": "bfloat16",
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-        "embed_requires_grad": False,
-        "fc_norm": False,
-        "norm_before_fc": False,
-        "norm_before_residual": False,
-        "norm_output": False,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal | {"accept_tolerance": 0.0}],
-            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "meta/toy"},
-        },
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.6.0",
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": transformer,
-    }
-    own = embedding() if embed is None else {"embed_tokens.weight": embed}
-    return write(folder, config, eagle3_tensors("layers.0.") | own, dtype)
+        }},
+        BFLOAT16, modelopt_tensors,
+    ),
+    # Of version 0.6.
+    "speculators": (SPECULATORS, BFLOAT16, lambda: eagle3_tensors("layers.0.") | embedding()),
+}  # fmt: skip
+eagle1, eagle3, specforge, modelopt, speculators = (
+    partial(write_published, *WRITERS[name])
+    for name in ("eagle1", "eagle3", "specforge", "modelopt", "speculators")
+)

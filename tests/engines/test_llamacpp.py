@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import ROOT
 from environments import LLAMACPP, counts_of_llamacpp, needs, opened
+from exports import ROPES
 from feature_heads import fresh, objective_of, settings_of
 from ggufs import save_target_gguf
 from toys import save_target, texts, trained
@@ -41,23 +42,6 @@ DEPTHS, NUM_TOKENS = (4, 7), 60
 # Which the target often writes.
 STOP = 140
 METHODS = {"eagle3": "draft-eagle3", "dspark": "draft-dspark"}
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
 CONFIDENT = {"confidence_head_with_markov": False}
 REDUCED = {"own_output_head": True, "draft_vocab_size": 150}
 
@@ -146,23 +130,6 @@ def feature_head(
     return trained(objective, texts(target, 6, 40), 60 if kind == "eagle3" else 40)
 
 
-@pytest.mark.parametrize(
-    ("settings", "changes"),
-    [
-        pytest.param({}, {}, id="plain"),
-        pytest.param({"norm_before_residual": True}, {}, id="residual after the norm"),
-        pytest.param({"layers": [5, 0, 3]}, {}, id="other layers"),
-        pytest.param({}, {"norm_before_fc": True}, id="one norm over all features"),
-        pytest.param({}, {"own_embedding": True}, id="own embedding"),
-        pytest.param({}, {"own_output_head": False}, id="the target's output head"),
-    ],
-)
-def test_llamacpp_drafts_with_eagle3_what_we_do(
-    target: Target, tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    compare(target, feature_head(target, "eagle3", changes, **settings), tmp_path)
-
-
 def test_llamacpp_drafts_with_few_ids_what_we_do(
     target: Target, eagle3: DraftHead, tmp_path: Path
 ) -> None:
@@ -172,6 +139,12 @@ def test_llamacpp_drafts_with_few_ids_what_we_do(
 @pytest.mark.parametrize(
     ("kind", "settings", "changes"),
     [
+        pytest.param("eagle3", {}, {}, id="EAGLE-3"),
+        pytest.param("eagle3", {"norm_before_residual": True}, {}, id="residual after the norm"),
+        pytest.param("eagle3", {"layers": [5, 0, 3]}, {}, id="other layers"),
+        pytest.param("eagle3", {}, {"norm_before_fc": True}, id="one norm over all features"),
+        pytest.param("eagle3", {}, {"own_embedding": True}, id="EAGLE-3, own embedding"),
+        pytest.param("eagle3", {}, {"own_output_head": False}, id="the target's output head"),
         pytest.param("dflash", {}, {}, id="DFlash"),
         pytest.param("dflash", {"causal": True}, {}, id="causal"),
         pytest.param("dflash", {"causal": True, "window": 24}, {}, id="causal in a window"),
@@ -186,10 +159,11 @@ def test_llamacpp_drafts_with_few_ids_what_we_do(
         pytest.param("dspark", REDUCED, {}, id="DSpark, 150 ids"),
     ],
 )
-def test_llamacpp_drafts_with_blocks_what_we_do(
+def test_llamacpp_drafts_what_we_do(
     target: Target, tmp_path: Path, kind: str, settings: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    compare(target, feature_head(target, kind, changes, **{"block_size": 8, **settings}), tmp_path)
+    block = {} if kind == "eagle3" else {"block_size": 8}
+    compare(target, feature_head(target, kind, changes, **block, **settings), tmp_path)
 
 
 @pytest.mark.parametrize("rope", ROPES)

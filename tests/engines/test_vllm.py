@@ -3,7 +3,7 @@
 import json
 import re
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 from environments import VLLM, counts_of_vllm, drafted, needs, opened, run
-from toys import eagle_head, noisy_head, save_target, texts, tokenizer
+from feature_heads import feature_head
+from toys import noisy_head, save_target, texts, tokenizer
 
-from conf.settings.eagle import EagleForm
+from conf.settings.export import ExportFormat
 from data.servers.serving_engines import DraftCounts
 from eval.decode.drafters.draft_model import DraftModel
 from eval.decode.drafters.lookup import PromptLookup
@@ -25,15 +26,17 @@ from heads.decoding.drafting import Draft, Drafter, Roots
 from heads.decoding.tree import Tree
 from heads.draft_head import DraftHead
 from heads.eagle.eagle import EagleHead
-from heads.eagle.network import EagleDrafter
+from heads.export.writer import compute_reference_tensors, export_head
 from heads.kinds import load_head
 from heads.medusa import MedusaDrafter
 from heads.target_model.model import Target
 from tests.eval.measure.test_results import result, text
 
-DEPTH, NUM_TOKENS = 4, 100
-EAGLE31 = {"fc_norm": True, "norm_output": True}
-AFTER = {"norm_before_residual": True}
+DEPTH, NUM_TOKENS, FEW_TOKENS = 4, 100, 40
+WINDOW = {"causal": True, "window": 24}
+SCALED = {"input_embedding_scale": 1.2, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
+FEW_IDS = {"draft_vocab_size": 150}
+REDUCED = {"own_output_head": True, **FEW_IDS}
 
 pytestmark = pytest.mark.engine
 
@@ -81,41 +84,103 @@ def counted(
     return counts_of_vllm(folder, target, prompts, NUM_TOKENS, [settings])[0]
 
 
+METHODS = {"eagle1": "eagle", "dflash": "dflash"}  # of the others `eagle3`
+SAVED = [
+    pytest.param("eagle1", {}, id="EAGLE-1"),
+    pytest.param("eagle3", {}, id="EAGLE-3"),
+    pytest.param("eagle3", {"num_ids": 64}, id="EAGLE-3, 64 ids"),
+    pytest.param("eagle3", {"norm_before_residual": True}, id="EAGLE-3, norm_before_residual"),
+    pytest.param("eagle3.1", {}, id="EAGLE-3.1"),
+    pytest.param("dflash", {"num_layers": 1}, id="DFlash, one layer"),
+    pytest.param("dflash", {}, id="DFlash, two layers"),
+    pytest.param("dflash", {"causal": True}, id="DFlash, causal"),
+    pytest.param("dflash", WINDOW, id="DFlash, causal in a window"),
+    pytest.param("dflash", REDUCED, id="DFlash, 150 ids"),
+    pytest.param("peagle", {"num_layers": 1, **FEW_IDS}, id="P-EAGLE, one layer"),
+    pytest.param("peagle", {"num_layers": 3, **FEW_IDS}, id="P-EAGLE, three layers"),
+    pytest.param(
+        "peagle", {"fc_norm": True, "norm_before_residual": True, **FEW_IDS}, id="P-EAGLE, norms"
+    ),
+    pytest.param("peagle", {"draft_vocab_size": None}, id="P-EAGLE, all ids"),
+]
+
+
 @needs(VLLM)
-@pytest.mark.parametrize(
-    ("form", "num_ids", "settings"),
-    [
-        pytest.param(EagleForm.eagle1, None, {}, id="EAGLE-1"),
-        pytest.param(EagleForm.eagle3, None, {}, id="EAGLE-3"),
-        pytest.param(EagleForm.eagle3, 64, {}, id="EAGLE-3, 64 ids"),
-        pytest.param(EagleForm.eagle3, None, AFTER, id="EAGLE-3, norm_before_residual"),
-        pytest.param(EagleForm.eagle3, None, EAGLE31, id="EAGLE-3.1"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "settings"), SAVED)
 def test_vllm_drafts_and_accepts_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, form, num_ids, settings
+    target: Target, prompts: list[list[int]], tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     """A saved head in vLLM: our texts token for token, our counts to the unit."""
-    trained = eagle_head(target, form, **settings)
-    trained = reduced(trained, target, num_ids) if num_ids else trained
+    torch.manual_seed(0)
+    how = {name: each for name, each in settings.items() if name != "num_ids"}
+    trained = feature_head(target, kind, **how)
+    trained = reduced(trained, target, settings["num_ids"]) if "num_ids" in settings else trained
     trained.save(tmp_path / "head")
-    method = {EagleForm.eagle1: "eagle", EagleForm.eagle3: "eagle3"}[form]
-    model = str(tmp_path / "head")
-    theirs = counted(tmp_path, target, prompts, DEPTH, method=method, model=model)
+    model, method = str(tmp_path / "head"), METHODS.get(kind, "eagle3")
+    parallel = {"parallel_drafting": True} if kind == "peagle" else {}
+    theirs = counted(tmp_path, target, prompts, DEPTH, method=method, model=model, **parallel)
+    compare(target, load_head(model).attach(target), prompts, theirs)
+
+
+def compare(
+    target: Target,
+    head: Any,
+    prompts: list[list[int]],
+    theirs: list[dict[str, Any]],
+    num_tokens: int = NUM_TOKENS,
+) -> None:
+    """Texts, drafts and accepted tokens, as decoded and as replayed."""
+    ours = []
+    for prompt in prompts:
+        found = drafted(target, head.drafter(head, DEPTH), prompt, num_tokens, DEPTH)
+        passes = accepted_per_pass(target, head, prompt, num_tokens)
+        assert found == DraftCounts.from_passes(found.text, passes, DEPTH)
+        ours.append(vars(found))
+    assert ours == theirs
+    least = 10 if num_tokens == NUM_TOKENS else 3
+    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > least
+
+
+@needs(VLLM)
+@pytest.mark.parametrize(
+    ("kind", "settings", "changes"),
+    [
+        pytest.param("dspark", {"num_layers": 1}, {}, id="DSpark, one layer"),
+        pytest.param("dspark", {}, {}, id="DSpark, two layers"),
+        pytest.param("dflash2", {"num_layers": 1}, {}, id="DFlash-2, one layer"),
+        pytest.param("dflash2", {}, {}, id="DFlash-2, two layers"),
+        pytest.param("dflash2", {}, SCALED, id="DFlash-2, scaled"),
+        pytest.param(
+            "dflash", WINDOW, {"full_layers": (1,)}, id="a layer of DFlash without a window"
+        ),
+    ],
+)
+def test_vllm_on_interpreted_kernels_drafts_what_we_do(
+    target: Target, prompts: list[list[int]], tmp_path: Path, kind, settings, changes
+) -> None:
+    """The check of the GPU, on fewer and shorter texts; also in speculators' layout."""
+    torch.manual_seed(0)
+    trained = feature_head(target, kind, **settings)
+    trained.config = replace(trained.config, **changes)
+    trained.save(tmp_path / "head")
+    engine = ExportFormat.vllm if changes else ExportFormat.speculators
+    export_head(
+        trained,
+        engine,
+        compute_reference_tensors(trained, target, num_rows=5),
+        tmp_path / "export",
+        {},
+    )
+    method = "dspark" if kind == "dspark" else "dflash"
+    common = {"method": method, "num_speculative_tokens": DEPTH}
+    settings = [common | {"model": str(tmp_path / name)} for name in ("head", "export")]
+    some = [*prompts[:3], prompts[-1]]
+    script = "vllm_interpreted.py"
+    saved, exported = counts_of_vllm(tmp_path, target, some, FEW_TOKENS, settings, script)
 
     head = load_head(str(tmp_path / "head")).attach(target)
-    ours = [counted_here(target, head, prompt) for prompt in prompts]
-    assert ours == theirs
-    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
-
-
-def counted_here(target: Target, head: EagleHead, prompt: list[int]) -> dict[str, Any]:
-    """By decoding and by replay, which must agree."""
-    found = drafted(target, EagleDrafter(head, DEPTH), prompt, NUM_TOKENS, DEPTH)
-    assert found == DraftCounts.from_passes(
-        found.text, accepted_per_pass(target, head, prompt), DEPTH
-    )
-    return asdict(found)
+    compare(target, head, some, saved, FEW_TOKENS)
+    assert exported == saved
 
 
 @needs(VLLM)

@@ -109,6 +109,8 @@ DAMAGES = {
 damaged = pytest.mark.parametrize("damage", DAMAGES, ids=lambda each: each.__name__)
 
 
+# Of each reader of files.
+@pytest.mark.parametrize("whole", ["eagle3", "medusa", "mtp", "a model's mtp layer"], indirect=True)
 @damaged
 def test_a_head_that_lacks_what_its_files_promise_is_refused(
     whole: Path, damage: Callable[[Path], None]

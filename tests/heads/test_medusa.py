@@ -1,3 +1,5 @@
+"""Medusa heads: what they compute, and their files."""
+
 import json
 
 import pytest
@@ -60,27 +62,11 @@ def test_files_have_the_original_names(saved) -> None:
     assert config["medusa_fc_bias"] is True
 
 
-def test_round_trip_is_exact(saved) -> None:
-    head, folder = saved
-    loaded = load_head(str(folder))
-    assert loaded.config == head.config
-    for name, tensor in head.collect_tensors().items():
-        assert torch.equal(tensor, loaded.collect_tensors()[name])
-
-
 def test_the_published_config_with_a_wrong_count_loads(saved) -> None:
     _, folder = saved
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "v"}
     (folder / "config.json").write_text(json.dumps(config))
     assert load_head(str(folder)).num_heads == 3
-
-
-def test_truncated_weights_are_refused(saved) -> None:
-    _, folder = saved
-    data = (folder / MEDUSA_WEIGHTS).read_bytes()
-    (folder / MEDUSA_WEIGHTS).write_bytes(data[: len(data) // 2])
-    with pytest.raises(InputError, match=r"medusa_lm_head\.safetensors: corrupt or truncated"):
-        load_head(str(folder))
 
 
 @pytest.mark.parametrize("change", ["missing", "foreign"])
@@ -94,14 +80,6 @@ def test_every_tensor_is_accounted_for(saved, change: str) -> None:
     save_file(tensors, folder / MEDUSA_WEIGHTS)
     with pytest.raises(InputError, match=r"of another shape: \['1\.0\.(linear|gate)"):
         load_head(str(folder))
-
-
-def test_missing_head_is_named(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"head\.path=.*no such folder"):
-        load_head(str(tmp_path / "nope"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"no config\.json there"):
-        load_head(str(tmp_path / "empty"))
 
 
 def test_a_head_of_another_target_is_refused() -> None:
@@ -130,25 +108,6 @@ def pruned() -> tuple[MedusaHead, MedusaHead]:
     """Heads of 96 ids, and the same with four of them."""
     head = noisy_head(random_target())
     return head, head.prune_vocab(DraftVocab(torch.tensor([0, 3, 50, 95]), 96))
-
-
-def test_pruned_heads_have_the_logits_of_the_ids_they_keep() -> None:
-    head, small = pruned()
-    hidden = torch.randn(5, 64)
-    expected = head(hidden)[..., [0, 3, 50, 95]]
-    torch.testing.assert_close(small(hidden), expected, rtol=0, atol=1e-6)
-    best = expected.argmax(-1, keepdim=True)
-    assert torch.equal(small.rank_token_ids(hidden, 3, 1), torch.tensor([0, 3, 50, 95])[best])
-
-
-def test_pruning_to_every_id_changes_nothing() -> None:
-    head, _ = pruned()
-    same = head.prune_vocab(head.vocab)
-    assert same.collect_tensors().keys() == head.collect_tensors().keys()
-    assert all(
-        torch.equal(same.collect_tensors()[name], each)
-        for name, each in head.collect_tensors().items()
-    )
 
 
 def test_pruned_heads_are_saved_as_vllm_names_them(tmp_path) -> None:

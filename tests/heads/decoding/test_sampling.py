@@ -132,7 +132,7 @@ def test_as_many_texts_as_generators_draw() -> None:
         seeded(2).draw_exponential(torch.ones(3, V))
 
 
-NUM_DRAWS = 1 << 22
+NUM_DRAWS = 1 << 20
 
 
 def is_mean(draws: Tensor, expected: float, deviation: float) -> bool:
@@ -161,15 +161,15 @@ def test_draws_close_to_each_other_have_nothing_in_common() -> None:
 
 
 def test_exponential_draws_are_exponential_down_to_the_smallest() -> None:
-    whole = seeded(8).draw_exponential(torch.empty(8, 1 << 20))
+    whole = seeded(2).draw_exponential(torch.empty(2, 1 << 20))
     assert is_mean(whole, 1.0, 1.0)
     assert is_mean((whole - 1) ** 2, 1.0, math.sqrt(8))
     for bound in (4.0, 1.0, 2**-4, 2**-10, 2**-20):
         chance = -math.expm1(-bound)
         assert is_mean(whole < bound, chance, math.sqrt(chance * (1 - chance)))
     small = whole[whole < 2**-10]
-    # Of multiples of 2^-24, 0 among them, a fifth would be drawn twice.
-    assert len(small.unique()) > 0.99 * len(small) > 7000
+    # Of multiples of 2^-24, 0 among them, one in sixteen would be drawn twice.
+    assert len(small.unique()) > 0.99 * len(small) > 1700
     assert float(small.min()) > 0
 
 

@@ -3,18 +3,15 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import ROOT
-from exports import EAGLE31, eagle, make, toy_target
-from feature_heads import fresh, settings_of
+from exports import EAGLE31, build, eagle, toy_target, write
 
 from conf.errors import InputError
-from conf.settings.blocks import Markov
 from conf.settings.export import ExportFormat
 from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
@@ -28,8 +25,6 @@ from heads.export.gguf import (
     write_gguf,
 )
 from heads.export.writer import (
-    check_export_target,
-    check_format,
     compute_reference_tensors,
     export_head,
     list_serving_warnings,
@@ -37,7 +32,6 @@ from heads.export.writer import (
 from heads.folders import locate_head
 from heads.kinds import load_head
 from heads.target_model.model import Target
-from tests.eval.parity.test_llamacpp import NAMES, exported, made, target_of
 
 LLAMACPP = ExportFormat.llamacpp
 LAYER = {
@@ -56,10 +50,6 @@ LAYER = {
 @pytest.fixture(scope="module")
 def target() -> Target:
     return toy_target()
-
-
-def block(target: Target, kind: str, **changes: Any) -> Any:
-    return fresh(target, settings_of(kind, **changes))
 
 
 def written(head: DraftHead, target: Target, folder: Path, source: Path | None = None) -> GgufFile:
@@ -143,7 +133,7 @@ def test_a_head_reads_as_far_as_its_target(target: Target, tmp_path: Path) -> No
 
 
 def test_a_dflash2_file(target: Target, tmp_path: Path) -> None:
-    head = block(target, "dflash2", selector_top_k=7, window=4)
+    head = build(target, "dflash2", selector_top_k=7, window=4)
     found = written(head.to(torch.bfloat16), target, tmp_path / "out")
     assert found.file.name == "dflash-toy-BF16.gguf"
     own = {key.removeprefix("dflash."): each for key, each in facts(found).items()}
@@ -182,7 +172,7 @@ def test_a_dflash2_file(target: Target, tmp_path: Path) -> None:
 def test_a_dspark_file_pads_a_confidence_head_that_reads_no_token(
     target: Target, tmp_path: Path
 ) -> None:
-    head = block(target, "dspark", confidence_head_with_markov=False)
+    head = build(target, "dspark", confidence_head_with_markov=False)
     found = written(head, target, tmp_path / "out")
     assert found.file.name == "dspark-toy-F32.gguf"
     own = facts(found)
@@ -194,7 +184,7 @@ def test_a_dspark_file_pads_a_confidence_head_that_reads_no_token(
     assert tensors["conf_proj.weight"][:, :64].equal(head.confidence_head.proj.weight)
     assert not tensors["conf_proj.weight"][:, 64:].any()
     assert load_head(str(tmp_path / "out")).config.confidence_with_markov is False
-    blind = written(block(target, "dspark", confidence_weight=0.0), target, tmp_path / "blind")
+    blind = written(build(target, "dspark", confidence_weight=0.0), target, tmp_path / "blind")
     assert facts(blind)["dflash.has_confidence_head"] is False
     assert "conf_proj.weight" not in blind.load_tensors()
 
@@ -202,21 +192,21 @@ def test_a_dspark_file_pads_a_confidence_head_that_reads_no_token(
 def test_beside_an_own_embedding_block_drafters_bring_the_targets_output_head(
     target: Target, tmp_path: Path
 ) -> None:
-    found = written(made(target, "dflash, own embedding"), target, tmp_path / "out")
+    found = written(build(target, "dflash, own embedding"), target, tmp_path / "out")
     assert found.load_tensors()["output.weight"].equal(target.output_head.weight)
     about = json.loads((tmp_path / "out" / "headsmith.json").read_text())["export"]
     assert (about["format"], about["added"]) == ("llamacpp", ["output.weight"])
     assert load_head(str(tmp_path / "out")).lm_head is None
     # A file alone cannot tell whose it is.
     assert load_head(str(found.file)).lm_head is not None
-    eagle3 = written(made(target, "eagle3, own embedding"), target, tmp_path / "eagle3")
+    eagle3 = written(build(target, "eagle3, own embedding"), target, tmp_path / "eagle3")
     assert {"token_embd.weight", "output.weight"} <= set(eagle3.load_tensors())
 
 
 def test_the_vocabulary_of_a_target_is_copied_but_for_the_mask(
     target: Target, tmp_path: Path
 ) -> None:
-    head = block(target, "dflash")
+    head = build(target, "dflash")
     assert written(head, target, tmp_path / "out").metadata[
         "tokenizer.ggml.tokens"
     ] == Value.from_content([f"<{index}>" for index in range(96)])
@@ -229,89 +219,6 @@ def test_the_vocabulary_of_a_target_is_copied_but_for_the_mask(
     assert found["tokenizer.ggml.tokens"] == words["tokenizer.ggml.tokens"]
     assert found["tokenizer.ggml.mask_token_id"] == Value.from_content(3)
     assert "tokenizer.ggml.model" not in found
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("medusa", {}, "loads no Medusa heads; allowed for this head: vllm, trtllm, original; it "
-     "serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "),
-    ("eagle1", {}, "loads no EAGLE-1/2 heads; .*; it serves heads of .*head=eagle3"),
-    ("peagle", {}, "loads no P-EAGLE heads; .*; it serves heads of .*head=eagle3"),
-    ("eagle3", EAGLE31, r"has no place for a norm per feature \(fc_norm\); .* with head=eagle3"),
-    ("eagle3", {"norm_output": True}, "has no place for its normed output fed back"),
-    ("eagle3", {"fc_bias": True}, "has no place for a bias of the fusion layer"),
-    ("eagle3", {"layers": [2, 4]}, r"fuses 3 hidden states, and this head reads \[2, 4\]"),
-    ("eagle3", {"layers": [1, 2, 4, 5]}, "fuses 3 hidden states"),
-    ("dspark", {"markov_head_type": Markov.gated}, "supports .*_type=vanilla only.* has gated"),
-    ("dspark", {"markov_head_type": Markov.rnn}, "supports .*_type=vanilla only, .* has rnn"),
-    ("dflash2", {"selector_top_k": 8}, r"needs a hidden size of k \* \(k \+ 1\) .* has 64 for 8"),
-    ("dflash2", {"selector_top_k": 7, "causal": True}, "lets rows of DFlash-2 see later rows"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "settings", "message"), REFUSED)
-def test_a_head_that_llamacpp_has_no_place_for_is_refused(
-    target: Target, kind: str, settings: dict[str, Any], message: str
-) -> None:
-    if kind in ("medusa", "eagle1"):
-        head: Any = make(target, kind)
-    else:
-        head = eagle(target, **settings) if kind == "eagle3" else block(target, kind, **settings)
-    with pytest.raises(InputError, match=f"^format=llamacpp: llama.cpp {message}"):
-        check_format(head, LLAMACPP)
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        ("eagle3", {"qk_norm": True}, "has no place for norms on queries and keys"),
-        ("dflash", {"target_hidden_size": 32, "own_embedding": True}, "64 for hidden states of 32"),
-        ("dflash", {"causal": True, "window": 4, "full_layers": (1,)},
-         r"causal rows in all layers or in none, and layers \[1\] of this head see"),
-    ],
-)  # fmt: skip
-def test_others_heads_are_refused_as_well(
-    target: Target, kind: str, config: dict[str, Any], message: str
-) -> None:
-    head: Any = eagle(target) if kind == "eagle3" else block(target, kind)
-    other = type(head)(replace(head.config, **config), head.vocab)
-    with pytest.raises(InputError, match=f"^format=llamacpp: llama.cpp .*{message}"):
-        check_format(other, LLAMACPP)
-
-
-@pytest.mark.parametrize("part", ["mlp_bias", "attention_bias"])
-def test_biases_are_refused(target: Target, part: str) -> None:
-    head = eagle(target)
-    setattr(head.config.llama, part, True)
-    with pytest.raises(InputError, match=r"format=llamacpp: .* has no place for biases"):
-        check_format(head, LLAMACPP)
-
-
-@pytest.mark.parametrize("layers", [[2, 4, 8], [8, 2, 4]])
-def test_the_last_state_is_refused_wherever_it_stands(target: Target, layers: list[int]) -> None:
-    with pytest.raises(InputError, match=r"for llama.cpp they must lie in 0\.\.7, "):
-        check_export_target(eagle(target, layers=layers), LLAMACPP)
-    check_export_target(eagle(target, layers=[7, 0, 2]), LLAMACPP)
-
-
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({"rope_type": "dynamic", "factor": 2.0}, "supports default, linear, yarn and llama3 RoPE"),
-        ({"rope_type": "yarn", "attention_factor": 1.5}, "assumes attention_factor=None of YaRN's"),
-        ({"rope_type": "yarn", "beta_fast": 16}, "assumes beta_fast=32 of YaRN's .* has 16"),
-        ({"rope_type": "yarn", "truncate": False}, "assumes truncate=True of YaRN's"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_rope_that_a_file_cannot_say_is_refused(
-    target: Target, kind: str, rope: dict[str, Any], message: str
-) -> None:
-    head: Any = eagle(target) if kind == "eagle3" else block(target, kind)
-    head.config.llama.rope_parameters = {"rope_theta": 1e4, **rope}
-    with pytest.raises(InputError, match=f"format=llamacpp: llama.cpp {message}"):
-        check_format(head, LLAMACPP)
-    head.config.llama.rope_parameters = {"rope_type": "yarn", "beta_fast": 32, "rope_theta": 1e4}
-    check_format(head, LLAMACPP)
 
 
 SERVE = """hf download me/toy --local-dir toy
@@ -331,8 +238,7 @@ llama-server -m toy.gguf -md DIR/{file} --spec-type {kind} --spec-draft-n-max {m
 def test_the_readme_converts_the_target_and_serves(
     target: Target, tmp_path: Path, kind: str, file: str, spec_type: str, most: int
 ) -> None:
-    small = {"selector_top_k": 7} if kind == "dflash2" else {}
-    head: Any = eagle(target) if kind == "eagle3" else block(target, kind, **small)
+    head = build(target, kind)
     command = SERVE.format(file=file, kind=spec_type, most=most)
     assert head.plan_export(LLAMACPP).command == command
     written(head, target, tmp_path / "out")
@@ -415,37 +321,8 @@ def test_what_engines_do_not_serve_is_known_before_training() -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_is_a_head_again_and_exports_as_itself(name: str, tmp_path: Path) -> None:
-    target = target_of(name)
-    folder = exported(name, tmp_path / "out")
-    (file,) = folder.glob("*.gguf")
-    content, head = file.read_bytes(), made(target, name)
-    back = load_head(str(folder)).attach(target)
-    assert back.config == head.config
-    assert back.vocab.ids.equal(head.vocab.ids)
-    expected, found = head.state_dict(), back.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(found[key].equal(each) for key, each in expected.items())
-    again = written(back, target, tmp_path / "again")
-    assert again.file.read_bytes() == content
-    alone = load_head(str(shutil.copy(file, tmp_path / "alone.gguf"))).attach(target)
-    written(alone, target, tmp_path / "again")
-    assert again.file.read_bytes() == content
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_rounded_file_exports_as_itself(dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = exported("eagle3, norm before fc", tmp_path / "out", dtype)
-    target = target_of("eagle3")
-    back = load_head(str(folder)).attach(target, dtype)
-    (file,) = folder.glob("*.gguf")
-    assert written(back, target, tmp_path / "again").file.read_bytes() == file.read_bytes()
-    check_parity(tmp_path / "again")
-
-
 def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
-    folder = exported("eagle3", tmp_path / "out")
+    folder = write("eagle3", "llamacpp", tmp_path / "out")
     (file,) = folder.glob("*.gguf")
     assert locate_head(str(folder), None) == folder
     assert locate_head(str(file), None) == file
@@ -463,7 +340,7 @@ def test_a_head_of_a_file_is_found(target: Target, tmp_path: Path) -> None:
 
 
 def test_divisors_that_no_llama3_has_are_refused(tmp_path: Path) -> None:
-    (file,) = exported("eagle3, llama3", tmp_path / "out").glob("*.gguf")
+    (file,) = write("eagle3, llama3", "llamacpp", tmp_path / "out").glob("*.gguf")
     found = GgufFile(file, "file")
     tensors = found.load_tensors()
     tensors["rope_freqs.weight"] = torch.linspace(1, 8, len(tensors["rope_freqs.weight"]))
@@ -473,7 +350,7 @@ def test_divisors_that_no_llama3_has_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_first_files_of_llamacpp_named_layers_otherwise(tmp_path: Path) -> None:
-    (file,) = exported("eagle3", tmp_path / "out").glob("*.gguf")
+    (file,) = write("eagle3", "llamacpp", tmp_path / "out").glob("*.gguf")
     found = GgufFile(file, "file")
     old = {key.replace("target_layers", "extract_layers"): v for key, v in found.metadata.items()}
     write_gguf(file, old, found.load_tensors())

@@ -1,5 +1,6 @@
 import gc
 import weakref
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ DOCUMENTS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1, -1])
 T = len(DOCUMENTS)
 ALL, SOME = torch.arange(T), torch.tensor([1, 2, 5, 7, 9])
 HEADS = [(4, 2), (3, 3), (6, 1)]
+# Each number of own drafts with each number of heads; rows and a number that cuts them in turn.
+PAIRS = [
+    (num_own, heads, (ALL, SOME)[place % 2], place // 2 % 2)
+    for place, (num_own, heads) in enumerate(product((0, 1, 3), HEADS))
+]
 
 
 def literal(
@@ -134,13 +140,11 @@ def test_windows_and_sinks_are_the_definition(num_own: int, window: int | None, 
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_own", [0, 1, 3])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("rows", [ALL, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("chunk", [3, ROWS_PER_CHUNK])
+@pytest.mark.parametrize(("num_own", "heads", "rows", "whole"), PAIRS)
 def test_the_fused_path_equals_the_plain_one(
-    num_own: int, heads: tuple[int, int], rows: Tensor, chunk: int, monkeypatch
+    num_own: int, heads: tuple[int, int], rows: Tensor, whole: int, monkeypatch
 ) -> None:
+    chunk = ROWS_PER_CHUNK if whole else 3
     monkeypatch.setattr("heads.layers.branch_attention.ROWS_PER_CHUNK", chunk)
     inputs = tensors(num_own, rows, heads, torch.float32)
     expected = with_grads(plain_branch_attention, inputs, rows)
@@ -178,13 +182,11 @@ def flash_backward(grad: Tensor, text: tuple, found: tuple, documents: Documents
     return torch.einsum("qts,sqd->tqd", d_scores, k), *of_groups
 
 
-@pytest.mark.parametrize("num_own", [0, 1, 3])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("rows", [ALL, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("joined_bytes", [1, 2**20])
+@pytest.mark.parametrize(("num_own", "heads", "rows", "whole"), PAIRS)
 def test_one_call_for_all_documents_equals_the_plain_path(
-    num_own: int, heads: tuple[int, int], rows: Tensor, joined_bytes: int, monkeypatch
+    num_own: int, heads: tuple[int, int], rows: Tensor, whole: int, monkeypatch
 ) -> None:
+    joined_bytes = 2**20 if whole else 1
     monkeypatch.setattr("heads.layers.branch_attention.can_use_flash", lambda _: True)
     monkeypatch.setattr("heads.layers.branch_attention.flash_attention", flash)
     monkeypatch.setattr("heads.layers.branch_attention.flash_attention_backward", flash_backward)

@@ -86,8 +86,21 @@ def first_loss(target: Any) -> float:
     return float(objective(batch, objective.term_weights).total)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+# Ties matter to what changes an end; to the others in one way or the other.
+TIED = [
+    "lora of the head",
+    "lora of the embedding",
+    "dora of both",
+    "both saved whole",
+    "ia3",
+    "oft",
+]
+CASES = [*((kind, True) for kind in TIED), *((kind, False) for kind in KINDS if kind not in TIED)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [*CASES, ("lora of the embedding", False), ("both saved whole", False)]
+)
 @torch.no_grad()
 def test_the_target_says_what_the_adapted_model_says(tmp_path: Path, kind: str, tied: bool) -> None:
     config = settings(tmp_path, tie_word_embeddings=tied)
@@ -122,14 +135,14 @@ def test_what_is_no_change_of_weights_is_refused_by_name(tmp_path: Path, kind: s
     assert not (tmp_path / "merged").exists()
 
 
-def narrow_pair(folder: Path, seed: int, modules: Any) -> TargetConfig:
+def narrow_pair(folder: Path, modules: Any) -> TargetConfig:
     """A bfloat16 target of eight layers and a LoRA of it, both saved, with a small effect."""
     model = AutoModelForCausalLM.from_pretrained(
         save_target(folder / "target", num_hidden_layers=8), dtype=torch.bfloat16
     )
     model.save_pretrained(folder / "target")
     lora = get_peft_model(model, LoraConfig(r=8, target_modules=modules))
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     for name, factor in lora.named_parameters():
         if "lora_" in name:
             factor.data.add_(0.03 * torch.randn_like(factor))
@@ -139,9 +152,8 @@ def narrow_pair(folder: Path, seed: int, modules: Any) -> TargetConfig:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_bfloat16_model_is_merged_in_float32_and_rounded_once(tmp_path: Path, seed: int) -> None:
-    config = narrow_pair(tmp_path, seed, "all-linear")
+def test_a_bfloat16_model_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    config = narrow_pair(tmp_path, "all-linear")
     merge_adapter.main(MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged")))
     merged = load_file(tmp_path / "merged/model.safetensors")
     before = load_file(tmp_path / "target/model.safetensors")
@@ -157,11 +169,10 @@ def test_a_bfloat16_model_is_merged_in_float32_and_rounded_once(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("seed", range(3))
 def test_rounding_of_an_embedding_is_no_change_beyond_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, room: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    config = narrow_pair(tmp_path, seed, ["q_proj", "embed_tokens"])
+    config = narrow_pair(tmp_path, ["q_proj", "embed_tokens"])
     if not room:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
     target = load_target(config, CPU)
@@ -175,7 +186,7 @@ def test_an_adapter_that_is_not_applied_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although its effect is smaller than the rounding of bfloat16."""
-    config = narrow_pair(tmp_path, 0, ["q_proj", "embed_tokens"])
+    config = narrow_pair(tmp_path, ["q_proj", "embed_tokens"])
     merge = MergeAdapterRun(target=config, out_dir=str(tmp_path / "merged"))
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -210,8 +221,10 @@ def test_added_tokens_get_their_rows(tmp_path: Path, config: Any) -> None:
     torch.testing.assert_close(target.model(IDS).logits[..., :300], expected[..., :300])
 
 
-@pytest.mark.parametrize("kind", ["lora", "ia3", "norms", "oft"])
-@pytest.mark.parametrize("layer", ["layers.0.", "layers.1."])
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [("lora", "layers.0."), ("ia3", "layers.1."), ("norms", "layers.0."), ("oft", "layers.1.")],
+)
 def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, kind: str, layer: str) -> None:
     """As peft draws what it does not find, which mostly changes nothing."""
     config = settings(tmp_path)
@@ -257,8 +270,6 @@ def test_weights_without_a_place_are_said(tmp_path: Path, capsys: pytest.Capture
         ("elsewhere/target", True),
         ("me/another-model", True),
         ("/on/another/machine/target", False),
-        ("me/target", False),
-        ("target", False),
         ("./elsewhere/../target", False),
         (None, False),
     ],

@@ -21,7 +21,12 @@ from heads.folders import check_target_files
 from heads.gguf_target import load_gguf_target
 from heads.target_model import dequantise
 from heads.target_model.identity import TargetIdentity, identify_target
-from heads.target_model.load import RemoteTarget, load_generation_config, load_target
+from heads.target_model.load import (
+    RemoteTarget,
+    load_generation_config,
+    load_target,
+    load_target_tokenizer,
+)
 from heads.target_model.model import Target
 
 CPU = torch.device("cpu")
@@ -51,7 +56,8 @@ def put_config(folder: Path, model: Any) -> None:
 
 
 def identity(path: Path) -> TargetIdentity:
-    return identify_target(TargetConfig(path=str(path)), load(path).tokenizer, torch.float32)
+    config = TargetConfig(path=str(path))
+    return identify_target(config, load_target_tokenizer(config), torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])

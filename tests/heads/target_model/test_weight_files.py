@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,15 @@ from heads.mtp.families import FAMILIES
 from heads.target_model import load
 from heads.target_model.load import load_config, load_model
 from heads.target_model.weight_files import MTP_COUNTS, MTP_WEIGHTS, can_read_quantization
-from tests.eval.decode.test_engine import OWN
 
 Weights = dict[str, Tensor]
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module", params=OWN)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp(request.param), request.param)
-
-
-@pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """Its files, the weights to be written anew."""
-    for file in saved.iterdir():
-        if file.name != WEIGHTS:
-            (tmp_path / file.name).symlink_to(file)
-    return tmp_path
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The files of a family, written once."""
+    return cache(lambda family: save_target(tmp_path_factory.mktemp(family), family))
 
 
 def loaded(folder: Path) -> Any:
@@ -50,70 +42,65 @@ def matrix(weights: Weights) -> str:
 
 
 def written(saved: Path, folder: Path, change: Callable[[Weights, str], None]) -> Path:
+    """Its files, with other weights."""
+    for file in saved.iterdir():
+        if file.name != WEIGHTS:
+            (folder / file.name).symlink_to(file)
     weights = load_file(saved / WEIGHTS)
     change(weights, matrix(weights))
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     return folder
 
 
-def bias(weights: Weights, name: str) -> None:
-    weights[f"{name.removesuffix('.weight')}.other_bias"] = torch.ones(3)
+def stem(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
-def adapter(weights: Weights, name: str) -> None:
-    weights[f"{name.removesuffix('.weight')}.lora_A.weight"] = torch.ones(3)
+ONES, FLOAT8 = torch.ones(3), torch.float8_e4m3fn
+# What becomes of the weights and the first matrix among them, and the message.
+REFUSED: list[tuple[Callable[[Weights, str], Any], str]] = [
+    (lambda w, n: w.update({f"{stem(n)}.other_bias": ONES}), "would leave out and compute somethi"),
+    (lambda w, n: w.update({f"{stem(n)}.lora_A.weight": ONES}), r"set target\.adapter to its fold"),
+    (lambda w, n: w.update({f"base_model.model.{stem(n)}.lora_A.weight": ONES}),
+     r"set target\.adapter to its folder"),
+    (lambda w, n: w.update({f"{n.split('.0.', maxsplit=1)[0]}.0.other_norm.weight": ONES}),
+     r"other_norm\.weight\. Its config\.json"),
+    (lambda w, n: w.update({n: w[n].to(FLOAT8), f"{n}_scale": torch.ones(())}),
+     "of a quantisation that transformers does not read"),
+    (lambda w, n: w.update({n: (w[n] * 100).to(torch.int8)}), "holds codes of dtype I8"),
+    (lambda w, n: w.pop(n), "its files lack weights of|cannot load it"),
+    (lambda w, n: w.update({n.replace(".0.", ".0.own_"): w.pop(n)}),
+     "its files lack weights of|would leave out|cannot load it"),
+    (lambda w, n: w.update({n: w[n][:-1].contiguous()}), "cannot load it"),
+]  # fmt: skip
 
 
-def adapter_beside(weights: Weights, name: str) -> None:
-    weights[f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"] = torch.ones(3)
+EACH_KIND = (
+    "llama", "gemma3_text", "gpt_neox", "gpt_oss", "lfm2", "llama4_text", "mamba2", "mixtral",
+    "qwen3_moe", "qwen3_next", "falcon_h1", "gemma4_text",
+)  # fmt: skip
+"""Families whose layers, or files, are of kinds of their own."""
+# Each change in two of them.
+PAIRS = [
+    (*case, EACH_KIND[place % len(EACH_KIND)])
+    for number, case in enumerate(REFUSED)
+    for place in (number, number + 7)
+]
 
 
-def norm_of_a_layer(weights: Weights, name: str) -> None:
-    weights[f"{name.split('.0.', maxsplit=1)[0]}.0.other_norm.weight"] = torch.ones(3)
+@pytest.mark.parametrize(("change", "message", "family"), PAIRS)
+def test_what_changes_the_model_is_refused(
+    saved: Callable[[str], Path], tmp_path: Path, change: Any, message: str, family: str
+) -> None:
+    with pytest.raises(InputError, match=rf"target\.path=.*({message})"):
+        loaded(written(saved(family), tmp_path, change))
 
 
-def scale(weights: Weights, name: str) -> None:
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
-    weights[f"{name}_scale"] = torch.ones(())
-
-
-def codes(weights: Weights, name: str) -> None:
-    weights[name] = (weights[name] * 100).to(torch.int8)
-
-
-def less(weights: Weights, name: str) -> None:
-    del weights[name]
-
-
-def renamed(weights: Weights, name: str) -> None:
-    weights[name.replace(".0.", ".0.own_")] = weights.pop(name)
-
-
-def shorter(weights: Weights, name: str) -> None:
-    weights[name] = weights[name][:-1].contiguous()
-
-
-REFUSED = {
-    bias: "would leave out and compute something else",
-    adapter: r"set target\.adapter to its folder",
-    adapter_beside: r"set target\.adapter to its folder",
-    norm_of_a_layer: r"other_norm\.weight\. Its config\.json",
-    scale: "of a quantisation that transformers does not read",
-    codes: "holds codes of dtype I8",
-    less: "its files lack weights of|cannot load it",
-    renamed: "its files lack weights of|would leave out|cannot load it",
-    shorter: "cannot load it",
-}
-
-
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_changes_the_model_is_refused(saved: Path, folder: Path, change: Any) -> None:
-    with pytest.raises(InputError, match=rf"target\.path=.*({REFUSED[change]})"):
-        loaded(written(saved, folder, change))
-
-
-def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, capsys) -> None:
-    before = loaded(saved)
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_what_does_not_is_loaded_exactly_and_said(
+    saved: Callable[[str], Path], tmp_path: Path, family: str, capsys
+) -> None:
+    folder, before = tmp_path, loaded(saved(family))
     assert "left out" not in capsys.readouterr().err
 
     def change(weights: Weights, name: str) -> None:
@@ -124,7 +111,7 @@ def test_what_does_not_is_loaded_exactly_and_said(saved: Path, folder: Path, cap
         weights[f"{name.rpartition('.')[0]}.k_scale"] = torch.ones(1)  # of an engine's cache
         weights[name.split(".0.", maxsplit=1)[0] + ".0.rotary_emb.cos_cached"] = torch.ones(3)
 
-    after = loaded(written(saved, folder, change))
+    after = loaded(written(saved(family), folder, change))
     said = capsys.readouterr().err
     assert "left out, as the language model does not use them: " in said
     assert "layers.9" in said

@@ -107,6 +107,9 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
 
 def test_what_is_pulled_computes_the_head(hub: HubServer, run_dir: Path, tmp_path: Path) -> None:
     pushed(run_dir)
+    found, expected = load_head(REPO).state_dict(), load_head(str(run_dir / "head")).state_dict()
+    assert all(found[name].equal(each) for name, each in expected.items())
+    assert not [*(tmp_path / "hub-cache").rglob("parity")], "a head comes without its exports"
     for name, content in (hub.repos[REPO].files("main") or {}).items():
         path = tmp_path / "pulled" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,182 @@
+"""Every head for every engine: each export is the trained head, there and here."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exports import (
+    CELLS,
+    HEADS,
+    build,
+    config_of,
+    exported,
+    find_engines,
+    made,
+    make,
+    reference,
+    target_of,
+    toy_target,
+    write,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conf.errors import InputError
+from conf.settings.export import ExportFormat
+from eval.parity.parity_check import check_parity
+from heads.draft_head import DraftHead
+from heads.export.writer import check_format, export_head
+from heads.kinds import load_head
+
+TEXT = [5, 17, 40, 8, 77, 23, 61, 9, 30]
+
+
+def test_every_head_knows_the_engines_that_serve_it() -> None:
+    for name, (engines, *_) in HEADS.items():
+        assert find_engines(made(name)) == engines.split(), name
+
+
+def candidates(head: DraftHead, name: str) -> Tensor:
+    output = target_of(name).encode_response(TEXT[:3], TEXT[3:], head.taps)
+    return head.compute_candidates(output, TEXT, 2, head.max_draft_tokens or 3, 3)
+
+
+@pytest.mark.parametrize(("name", "engine"), CELLS)
+def test_an_export_is_the_trained_head_and_exports_as_itself(
+    tmp_path: Path, name: str, engine: str
+) -> None:
+    head, folder = made(name), write(name, engine, tmp_path / "out")
+    verdict = check_parity(folder)
+    assert verdict.max_difference < 1e-4 * verdict.scale / 2
+    command = head.plan_export(ExportFormat(engine), str(folder)).command
+    assert str(folder) in command
+    in_parallel = name.startswith("peagle") and engine == "vllm"
+    assert ('"parallel_drafting": true' in command) == in_parallel
+    assert f"format {engine}, head {head.variant}" in verdict.lines[0]
+    back = load_head(str(folder)).attach(target_of(name)).eval()
+    assert back.config == head.config
+    assert back.vocab.ids.equal(head.vocab.ids)
+    expected, found = head.state_dict(), back.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(each) for key, each in expected.items())
+    assert candidates(back, name).equal(candidates(head, name))
+    export_head(back, ExportFormat(engine), reference(name), tmp_path / "again", {})
+    if engine != "llamacpp":
+        assert config_of(tmp_path / "again") == config_of(folder)
+    for file in folder.glob("*.[gs]*"):  # .gguf and .safetensors
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+        if engine == "llamacpp":  # a file alone
+            copy = shutil.copy(file, tmp_path / "alone.gguf")
+            alone = load_head(str(copy)).attach(target_of(name))
+            export_head(alone, ExportFormat(engine), reference(name), tmp_path / "again", {})
+            assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+HALF = {
+    "medusa": "trtllm", "eagle1": "sglang", "eagle3": "original", "eagle3.1": "vllm",
+    "eagle3, all ids": "speculators", "eagle3, norm before fc": "llamacpp", "peagle": "vllm",
+    "dflash, own embedding": "llamacpp", "dflash2": "speculators", "dspark": "llamacpp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "engine"), HALF.items())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_written_and_said_in_every_place(
+    tmp_path: Path, name: str, engine: str, dtype: str
+) -> None:
+    target = target_of(name)
+    head = build(target, name).attach(target, getattr(torch, dtype))
+    folder = exported(head, target, engine, tmp_path / "out")
+    verdict = check_parity(folder)
+    assert verdict.max_difference < 1e-4 * verdict.scale
+    assert any(f"of {dtype}" in line for line in verdict.lines)
+    assert json.loads((folder / "headsmith.json").read_text())["export"]["dtype"] == dtype
+    if engine != "llamacpp":
+        config = config_of(folder)
+        assert (config["dtype"], config.get("torch_dtype", dtype)) == (dtype, dtype)
+    back = load_head(str(folder)).attach(target)
+    assert all(back.state_dict()[n].equal(t.float()) for n, t in head.state_dict().items())
+    again = exported(back.attach(target, getattr(torch, dtype)), target, engine, tmp_path / "again")
+    for file in folder.glob("*.[gs]*"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"), [("gpt_oss", {"trtllm", "original", "llamacpp"}), ("lfm2", set())]
+)
+def test_heads_of_targets_with_sinks_and_states_are_exported_as_well(
+    tmp_path: Path, family: str, refused: set[str]
+) -> None:
+    """gpt-oss has YaRN without rounding, and its heads as well."""
+    target = toy_target(family)
+    head = make(target, "eagle3")
+    for engine in HEADS["eagle3"][0].split():
+        if engine in refused:
+            with pytest.raises(InputError, match=r"truncate of RoPE|supports plain|truncate=True"):
+                check_format(head, ExportFormat(engine))
+            continue
+        verdict = check_parity(exported(head, target, engine, tmp_path / engine))
+        assert verdict.max_difference < 1e-4 * verdict.scale
+
+
+def test_what_is_read_is_said(tmp_path: Path) -> None:
+    file = "eagle3-toy-F32.gguf"
+    assert check_parity(write("eagle3, after the norm", "llamacpp", tmp_path / "out")).lines[
+        1:
+    ] == [
+        f"{file}: llama.cpp reads hidden states [2, 4, 5], norm flags on: norm_before_residual",
+        f"{file}: 14 tensors of float32, none missing, none unknown",
+        "vocabulary: drafts 24 of 96 ids with its own output head",
+    ]
+
+
+SPECULATED = "speculators_config"
+STATED: dict[tuple[str, str], dict[str, Any]] = {
+    ("dflash", "vllm"): {
+        "architectures": ["DFlashDraftModel"], "block_size": 5, "num_target_layers": 8,
+        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1], "causal": False},
+    },
+    ("dflash", "speculators"): {
+        "speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [1, 2],
+        "sliding_window_non_causal": True, "sample_from_anchor": False,
+    },
+    ("dflash2, nine", "speculators"): {
+        "architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2",
+        "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 9,
+    },
+    ("dspark", "original"): {
+        "target_layer_ids": [0, 1], "markov_head_type": "vanilla", "sample_from_anchor": True,
+        "block_size": 5,
+    },
+    ("peagle", "vllm"): {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, "mask_token_id": 3,
+    },
+    ("peagle", "speculators"): {
+        "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle",
+        "mask_token_id": 3,
+    },
+}  # fmt: skip
+"""What is no more than this engine's, or than what a reader of others would miss."""
+PLANS = {"dflash": (4, 2), "dflash2": (4, 2), "peagle": (4, 2)}
+"""Tokens that speculators proposes, and layers of the head."""
+
+
+@pytest.mark.parametrize(("name", "engine"), STATED)
+def test_an_engine_s_own_keys_stand_in_its_config(tmp_path: Path, name: str, engine: str) -> None:
+    folder = write(name, engine, tmp_path / "out")
+    config, weights = config_of(folder), load_file(folder / "model.safetensors")
+    assert STATED[name, engine].items() <= config.items()
+    kind = name.partition(",")[0]
+    if engine == "speculators":
+        tokens, num_layers = PLANS[kind]
+        plan = config[SPECULATED]
+        assert (plan["algorithm"], plan["proposal_methods"][0]["speculative_tokens"]) == (
+            kind, tokens,
+        )  # fmt: skip
+        assert config["transformer_layer_config"]["num_hidden_layers"] == num_layers
+        assert {"causal", "target_layer_ids", "dflash_config"}.isdisjoint(config)
+    # Both ends are the target's, which engines but the authors' have.
+    assert ("embed_tokens.weight" in weights) == (engine == "original")
