@@ -107,6 +107,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+REFUSE = "{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}{% endif %}"
+REFUSING = CHATML.replace("%}", "%}" + REFUSE, 1)
 # `{% generation %}` marks what others learn; here it is around the header, and not the end.
 TAGGED = (
     "<s>{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"

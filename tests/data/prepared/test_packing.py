@@ -1,5 +1,4 @@
 import hashlib
-import json
 import random
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from templates import REFUSING
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
@@ -24,12 +24,7 @@ from data.prepared.packing import PackedDataset, pack_samples
 from data.prepared.prepare import DataReport, split_records
 from data.rows.records import NUM_BAD_SHOWN
 from data.templates.record_encoder import Sample
-
-CHATML = (
-    "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.chats import write_rows
 
 
 def sample(*ids: int) -> Sample:
@@ -45,7 +40,7 @@ def prepare(
     )
 
 
-def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str | None = REFUSING) -> PreTrainedTokenizerFast:
     return templates.make_tokenizer(template, special=["<|im_start|>", "<|im_end|>"])
 
 
@@ -56,9 +51,7 @@ def exchange(prompt: str, answer: str) -> dict:
 @pytest.fixture
 def write(tmp_path):
     def write(rows: list[dict], name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
+        return str(write_rows(tmp_path / name, rows))
 
     return write
 
@@ -207,25 +200,21 @@ def test_eval_path_is_used_when_given(write):
     assert report.eval_path == other
 
 
-def test_both_parts_of_a_split_keep_a_record():
-    train, held_out = split_records(np.arange(3), 0.9, 0, "rows.jsonl")
-    assert (len(train), len(held_out)) == (1, 2)
-    train, held_out = split_records(np.arange(3), 0.01, 0, "rows.jsonl")
-    assert (len(train), len(held_out)) == (2, 1)
-
-
-def test_all_copies_of_a_record_stand_on_one_side_of_a_split():
-    # Digests are in no order, and the choice is that of heads that were trained before.
-    apart = np.array([9, 3, 7, 1, 8, 2, 6, 0, 5, 4], dtype=np.uint64)
-    before = sorted(random.Random(5).sample(range(10), 3))
-    assert split_records(apart, 0.3, 5, "rows.jsonl")[1].tolist() == before
-    copied = np.concatenate([apart, apart[::-1], apart])
-    train, held_out = split_records(copied, 0.3, 5, "rows.jsonl")
-    assert (len(train), len(held_out)) == (21, 9)
-    assert held_out[:3].tolist() == before
-    assert not set(copied[train]) & set(copied[held_out])
-    train, held_out = split_records(apart[[0, 0, 0]], 0.3, 5, "rows.jsonl")
-    assert (len(train), len(held_out)) == (2, 1)
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9)
+)
+def test_a_split_keeps_copies_together_and_a_record_on_each_side(copies, fraction, seed):
+    train, held_out = split_records(np.array(copies, dtype=np.uint64), fraction, seed, "rows.jsonl")
+    assert sorted([*train, *held_out]) == list(range(len(copies)))
+    assert train.tolist() == sorted(train)
+    # The choice is that of heads that were trained before: in the order of first records.
+    firsts = list(dict.fromkeys(copies))
+    groups = firsts if len(firsts) > 1 else list(range(len(copies)))
+    count = min(max(1, round(fraction * len(groups))), len(groups) - 1)
+    chosen = {groups[i] for i in random.Random(seed).sample(range(len(groups)), count)}
+    found = held_out.tolist() if len(firsts) == 1 else [copies[i] for i in held_out]
+    assert set(found) == chosen
+    assert len(firsts) == 1 or not chosen & {copies[i] for i in train}
 
 
 def test_copies_are_counted_and_never_held_out_from_themselves(write, tmp_path):
