@@ -1,6 +1,5 @@
 """Token ids that the target has no row for: refused with their place wherever they meet it."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +20,7 @@ from data.prepared.prepare import prepare_datasets
 from eval import acceptance, speedup
 from heads.target_model.load import load_target
 from scripts import regenerate
+from tests.chats import assistant, user, write_rows
 from train.loop.sources import load_store_source, load_target_source
 
 CPU = torch.device("cpu")
@@ -43,9 +43,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noisy_head(load_target(TargetConfig(path=str(path)), CPU)).save(folder / "head")
     rows = [["Hi", "Yes"] for _ in range(20)]
     rows[3][0] = "Hi <new>"
-    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
-             for a, b in rows]  # fmt: skip
-    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "chat.jsonl", [{"messages": [user(a), assistant(b)]} for a, b in rows])
     return folder
 
 

@@ -1,7 +1,6 @@
 """Data prepared once: what is stored, when it is found again, and when it is made anew."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import datasets
 import pytest
 import torch
 from huggingface_hub import HfApi
+from templates import REFUSING
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
@@ -24,7 +24,8 @@ from data.prepared.prepare import prepare_datasets
 from data.rows.records import Record, load_records
 from data.templates import record_encoder as encoder
 from data.templates.record_encoder import RecordEncoder, Sample
-from tests.data.prepared.test_packing import CHATML, exchange, make_tokenizer
+from tests.chats import write_rows
+from tests.data.prepared.test_packing import exchange, make_tokenizer
 
 ROWS = [exchange(f"ask {i}", "word " * (i % 7 + 1)) for i in range(20)]
 TOKENIZER = make_tokenizer()
@@ -36,7 +37,7 @@ REFUSED = "the target's chat template refuses the conversation: refused"
 def config(tmp_path: Path) -> DataConfig:
     """20 rows in shards of 4."""
     path = tmp_path / "rows.jsonl"
-    write(path, ROWS)
+    write_rows(path, ROWS)
     return DataConfig(str(path), num_proc=1, prepared_dir=str(tmp_path / "prepared"))
 
 
@@ -57,10 +58,6 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(RecordEncoder, "encode_record", watched)
     return places
-
-
-def write(path: Path, rows: list[Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def opened(config: DataConfig, tokenizer: Any = TOKENIZER) -> PreparedFolder:
@@ -93,7 +90,7 @@ def test_a_store_holds_what_the_rows_give_one_at_a_time(config: DataConfig) -> N
 
 def test_its_sequences_are_those_of_samples_in_memory(config: DataConfig) -> None:
     held_out = Path(str(config.path)).with_name("held_out.jsonl")
-    write(held_out, ROWS[:9])
+    write_rows(held_out, ROWS[:9])
     config = replace(config, max_length=32, eval_path=str(held_out))
     samples = [sample for r in load_records(str(config.path)).records for sample in ENCODE(r)]
     there = prepare_datasets(config, TOKENIZER, seed=7)[0]
@@ -117,13 +114,23 @@ def test_its_tokens_stay_in_the_files(config: DataConfig) -> None:
     assert all(f"{found.folder}/shard-0000{n}.safetensors" in maps for n in range(5))
 
 
-def test_a_second_start_tokenises_nothing(config: DataConfig, tokenised: list[str]) -> None:
-    first = opened(config)
+def test_a_second_start_reads_no_data_and_tokenises_nothing(
+    config: DataConfig, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, usual, read = opened(config), Path.open, []
     assert len(tokenised) == 20
+
+    def noted(path: Path, *how: Any, **more: Any) -> Any:
+        read.append(str(path))
+        return usual(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", noted)
     again = opened(replace(config, max_length=16, num_prompts=3, eval_fraction=0.5, num_proc=7))
     assert len(tokenised) == 20
     assert again.folder == first.folder
     assert contents(again) == contents(first)
+    assert read
+    assert config.path not in read
 
 
 def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:
@@ -136,9 +143,9 @@ def test_what_decides_the_tokens_decides_the_store(config: DataConfig) -> None:
         before.add(opened(other).folder)
     larger = make_tokenizer()
     larger.add_tokens(["word word"])
-    for tokenizer in (make_tokenizer(CHATML + "{# other #}"), larger):
+    for tokenizer in (make_tokenizer(REFUSING + "{# other #}"), larger):
         before.add(opened(config, tokenizer).folder)
-    write(Path(str(config.path)), [*ROWS[:-1], exchange("ask 91", ROWS[-1]["response"])])
+    write_rows(Path(str(config.path)), [*ROWS[:-1], exchange("ask 91", ROWS[-1]["response"])])
     before.add(opened(config).folder)
     assert len(before) == 8
 
@@ -160,7 +167,7 @@ def test_files_of_a_folder(config: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("b.jsonl", "a.jsonl"):
-        write(folder / name, [exchange(name, name), exchange("refuse me", name)])
+        write_rows(folder / name, [exchange(name, name), exchange("refuse me", name)])
     config = replace(config, path=str(folder), on_bad_row=OnBadRow.skip)
     first = opened(config)
     texts = [TOKENIZER.decode(ids) for _, ids, _ in contents(first)]
@@ -170,7 +177,7 @@ def test_files_of_a_folder(config: DataConfig, tmp_path: Path) -> None:
         f"{folder / name}:2: {REFUSED}" for name in ("a.jsonl", "b.jsonl")
     ]
     assert first.refused_records.tolist() == [1, 3]
-    write(folder / "c.jsonl", ROWS[:1])
+    write_rows(folder / "c.jsonl", ROWS[:1])
     assert opened(config).num_records == 5
 
 
@@ -197,8 +204,9 @@ def test_a_killed_start_is_continued(
     assert list(shard.parent.glob("*.tmp")) == []
 
 
-@pytest.mark.parametrize("with_index", [True, False])
-@pytest.mark.parametrize("damage", ["byte", "cut", "gone"])
+@pytest.mark.parametrize(
+    ("damage", "with_index"), [("byte", True), ("byte", False), ("cut", False), ("gone", True)]
+)
 def test_a_damaged_shard_is_made_again(
     config: DataConfig, tokenised: list[str], capsys, damage: str, with_index: bool
 ) -> None:
@@ -219,14 +227,6 @@ def test_a_damaged_shard_is_made_again(
     assert capsys.readouterr().err == (said if with_index else "")
 
 
-def test_a_disk_that_damages_what_is_written(
-    config: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenise.PreparedShard, "is_whole", lambda *_: False)
-    with pytest.raises(InputError, match="newly written data are damaged; name another f"):
-        opened(config)
-
-
 def test_a_damaged_index_is_made_again(config: DataConfig, tokenised: list[str], capsys) -> None:
     index = opened(config).folder / "index.json"
     index.write_text(index.read_text()[:-5])
@@ -241,7 +241,7 @@ BAD = [*ROWS[:5], {"prompt": ""}, *ROWS[:5], exchange("refuse me", "x"), 7]
 
 def test_bad_rows_are_listed_in_the_order_of_the_file(config: DataConfig) -> None:
     path = Path(str(config.path))
-    write(path, BAD)
+    write_rows(path, BAD)
     found = opened(replace(config, on_bad_row=OnBadRow.skip))
     assert found.bad_row_messages == [
         f"{path}:6: field 'prompt': found empty text; allowed: a non-empty string",
@@ -254,7 +254,7 @@ def test_bad_rows_are_listed_in_the_order_of_the_file(config: DataConfig) -> Non
 
 def test_the_first_bad_row_stops(config: DataConfig, tokenised: list[str]) -> None:
     path = Path(str(config.path))
-    write(path, [*ROWS[:4], *BAD])
+    write_rows(path, [*ROWS[:4], *BAD])
     for _ in range(2):
         with pytest.raises(InputError) as caught:
             opened(config)
@@ -272,8 +272,8 @@ def test_what_is_left_out_is_counted(config: DataConfig, tmp_path: Path) -> None
     folder.mkdir()
     think = [{"role": "user", "content": "ask"},
              {"role": "assistant", "content": "answer", "reasoning_content": "why"}]  # fmt: skip
-    write(folder / "train.jsonl", [{"messages": think, "id": n} for n in range(9)])
-    write(folder / "test.jsonl", ROWS)
+    write_rows(folder / "train.jsonl", [{"messages": think, "id": n} for n in range(9)])
+    write_rows(folder / "test.jsonl", ROWS)
     config = replace(config, path=str(folder), max_length=64)
     found, report = opened(config), prepare_datasets(config, TOKENIZER, seed=0)[2]
     assert found.num_records == 9
@@ -287,7 +287,7 @@ def test_what_is_left_out_is_counted(config: DataConfig, tmp_path: Path) -> None
 def test_ids_need_no_template(config: DataConfig) -> None:
     path = Path(str(config.path))
     ids = [{"input_ids": [n, n + 1], "loss_mask": [0, 1]} for n in range(5)]
-    write(path, ids)
+    write_rows(path, ids)
     found = opened(config, make_tokenizer(None))
     assert contents(found) == [(n, [n, n + 1], [False, True]) for n in range(5)]
 
@@ -306,7 +306,7 @@ def test_ids_need_no_template(config: DataConfig) -> None:
 )
 def test_data_that_cannot_be_prepared(config: DataConfig, rows: list[Any], message: str) -> None:
     path = Path(str(config.path))
-    write(path, rows)
+    write_rows(path, rows)
     with pytest.raises(InputError) as caught:
         opened(replace(config, on_bad_row=OnBadRow.skip))
     assert str(caught.value).startswith(message.format(path=path))
@@ -318,7 +318,7 @@ def test_a_file_that_grows_while_it_is_read(
     path, real = Path(str(config.path)), RecordEncoder.encode_record
 
     def grow(self: RecordEncoder, record: Record) -> list[Sample]:
-        write(path, [*ROWS, *ROWS])
+        write_rows(path, [*ROWS, *ROWS])
         return real(self, record)
 
     monkeypatch.setattr(RecordEncoder, "encode_record", grow)
@@ -326,21 +326,52 @@ def test_a_file_that_grows_while_it_is_read(
         opened(config)
 
 
+def fill_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def damage(*_: Any) -> bool:
+    return False
+
+
+def forbid(path: Path, *how: Any, usual: Any = Path.open, **more: Any) -> Any:
+    if path.name == "rows.jsonl":
+        raise PermissionError(13, "Permission denied", str(path))
+    return usual(path, *how, **more)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "fault", "message"),
+    [
+        (
+            tokenise.os,
+            "fsync",
+            fill_disk,
+            r"prepared_dir=.*: cannot hold the prepared data \(.*No sp",
+        ),
+        (
+            tokenise.PreparedShard,
+            "is_whole",
+            damage,
+            "newly written data are damaged; name another",
+        ),
+        (Path, "open", forbid, r"^[^=]*rows\.jsonl: cannot be read: .*Permission denied"),
+    ],
+)
+def test_what_a_disk_refuses_leaves_nothing_half_written(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, changed, name, fault, message
+) -> None:
+    monkeypatch.setattr(changed, name, fault)
+    with pytest.raises(InputError, match=message):
+        opened(config)
+    assert list(Path(str(config.prepared_dir)).rglob("*.tmp")) == []
+
+
 def test_a_folder_that_cannot_be_written(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     config = replace(config, prepared_dir=str(tmp_path / "taken"))
     with pytest.raises(InputError, match=r"data.prepared_dir=.*/taken: cannot hold the prepared"):
         opened(config)
-
-
-def test_a_disk_that_fills_leaves_nothing_half_written(config: DataConfig, monkeypatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tokenise.os, "fsync", full)
-    with pytest.raises(InputError, match=r"cannot hold the prepared data \(.*No space left"):
-        opened(config)
-    assert list(Path(str(config.prepared_dir)).rglob("*.tmp")) == []
 
 
 def test_it_lies_in_the_cache_unless_told(config: DataConfig, monkeypatch, tmp_path: Path) -> None:
@@ -384,32 +415,6 @@ def test_a_streamed_hub_dataset_is_known_by_its_revision(
     assert contents(hub[0]) == encoded(path)
 
 
-def test_a_second_start_does_not_read_the_data(config: DataConfig, monkeypatch) -> None:
-    first, usual, read = opened(config), Path.open, []
-
-    def noted(path: Path, *how: Any, **more: Any) -> Any:
-        read.append(str(path))
-        return usual(path, *how, **more)
-
-    monkeypatch.setattr(Path, "open", noted)
-    assert contents(opened(config)) == contents(first)
-    assert read
-    assert config.path not in read
-
-
-def test_data_that_cannot_be_read_are_no_full_disk(config: DataConfig, monkeypatch) -> None:
-    usual = Path.open
-
-    def refused(path: Path, *how: Any, **more: Any) -> Any:
-        if str(path) == config.path:
-            raise PermissionError(13, "Permission denied", config.path)
-        return usual(path, *how, **more)
-
-    monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(InputError, match=rf"^{config.path}: cannot be read: .*Permission denied"):
-        opened(config)
-
-
 def test_other_data_of_the_same_size_and_time_are_read(config: DataConfig) -> None:
     """As `rsync -t`, `cp -p` and `tar` leave them."""
     path, first = Path(str(config.path)), opened(config)
@@ -425,7 +430,7 @@ def test_other_data_of_the_same_size_and_time_are_read(config: DataConfig) -> No
 def test_data_are_known_by_their_contents(
     config: DataConfig, tokenised: list[str], tmp_path: Path
 ) -> None:
-    write(Path(str(config.path)), [*ROWS, {"prompt": ""}])
+    write_rows(Path(str(config.path)), [*ROWS, {"prompt": ""}])
     config = replace(config, on_bad_row=OnBadRow.skip)
     first = opened(config)
     copy = tmp_path / "copied.jsonl"

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -52,37 +50,16 @@ def test_who_finds_it_taken_waits_for_what_is_made(tmp_path: Path) -> None:
     assert told == [f"process {os.getpid()} on {HOST}"]
 
 
-@pytest.mark.parametrize("host", [HOST, "another"])
-def test_a_lock_left_behind_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], check=True,
-                           capture_output=True, text=True)  # fmt: skip
-    # Of a process on this machine one sees that it is gone; of another only that it is silent.
-    monkeypatch.setattr(lock, "STALE_S", 100.0 if host == HOST else 0.3)
+def test_a_lock_left_behind_is_taken_over(tmp_path: Path, monkeypatch) -> None:
+    """Of a process on another machine one sees only that it is silent."""
+    monkeypatch.setattr(lock, "STALE_S", 0.3)
     path, told, began = tmp_path / "lock", [], time.monotonic()
-    path.write_text(f"{host} {ended.stdout.strip()} token")
+    path.write_text(f"another {os.getpid()} token")
     with hold_lock(path, never, told.append) as mine:
         assert mine
         assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
-    assert 0.3 * (host != HOST) <= time.monotonic() - began < 10
-    assert len(told) == (host != HOST)
-
-
-def test_a_holder_that_beats_is_waited_for(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(lock, "STALE_S", 0.3)
-    path = tmp_path / "lock"
-    path.write_text("another 1 token")
-    beats = [0]
-
-    def beat_and_look() -> bool:
-        beats[0] += 1
-        os.utime(path, ns=(beats[0], beats[0]))  # of a clock that is far behind
-        return beats[0] == 100
-
-    with hold_lock(path, beat_and_look, lambda _: None) as mine:
-        assert not mine
-    assert beats == [100]
+    assert 0.3 <= time.monotonic() - began < 10
+    assert len(told) == 1
 
 
 def test_whoever_lost_it_leaves_it_to_the_other(tmp_path: Path) -> None:

@@ -1,10 +1,6 @@
 import hashlib
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import templates
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
+from templates import REFUSING
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
@@ -24,18 +24,12 @@ from data.prepared.packing import PackedDataset, pack_samples
 from data.prepared.prepare import DataReport, split_records
 from data.rows.records import NUM_BAD_SHOWN
 from data.templates.record_encoder import Sample
-from tests.data.templates import test_record_encoder
-
-CHATML = (
-    "{% for m in messages %}{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}"
-    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.chats import write_rows
 
 
-def sample(*ids: int, learnt: bool = True) -> Sample:
+def sample(*ids: int) -> Sample:
     """Token ids; the first is never learnt."""
-    return Sample(list(ids), [False] + [learnt] * (len(ids) - 1))
+    return Sample(list(ids), [False] + [True] * (len(ids) - 1))
 
 
 def prepare(
@@ -46,8 +40,8 @@ def prepare(
     )
 
 
-def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    return test_record_encoder.make_tokenizer(template, special=["<|im_start|>", "<|im_end|>"])
+def make_tokenizer(template: str | None = REFUSING) -> PreTrainedTokenizerFast:
+    return templates.make_tokenizer(template, special=["<|im_start|>", "<|im_end|>"])
 
 
 def exchange(prompt: str, answer: str) -> dict:
@@ -57,9 +51,7 @@ def exchange(prompt: str, answer: str) -> dict:
 @pytest.fixture
 def write(tmp_path):
     def write(rows: list[dict], name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
+        return str(write_rows(tmp_path / name, rows))
 
     return write
 
@@ -84,19 +76,43 @@ def test_documents_lie_side_by_side_with_their_own_positions():
     }  # fmt: skip
 
 
-def test_long_samples_are_cut_and_empty_ones_dropped_and_counted():
-    late = Sample([1, 2, 3, 4, 5], [False] * 4 + [True])
-    packed = PackedDataset([sample(1, 2, 3, 4, 5), late, sample(1, 2, learnt=False)], 4, seed=0)
-    assert len(packed) == 1
-    assert packed[0]["input_ids"].tolist() == [1, 2, 3, 4]
-    assert (packed.num_truncated, packed.num_dropped) == (2, 2)
-    assert (packed.num_tokens, packed.num_supervised_tokens) == (4, 3)
+MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=20)
 
 
-def test_token_counts_are_of_learnt_tokens():
-    packed = PackedDataset([sample(4, 5, 6), sample(7, 5, 1, 1, 3)], 4, seed=0, pad_id=0)
-    counts = packed.count_token_ids(8)
-    assert counts.tolist() == [0, 2, 0, 0, 0, 2, 1, 0]
+@given(MASKS, st.integers(1, 12), st.integers(0, 3))
+def test_packing_neither_splits_nor_loses(masks, max_length, seed):
+    """Of each sample with a learnt token its first `max_length` tokens lie together, once."""
+    samples = [Sample([100 * n + i for i in range(len(m))], m) for n, m in enumerate(masks)]
+    cut = [(each.input_ids[:max_length], each.loss_mask[:max_length]) for each in samples]
+    kept = [(ids, mask) for ids, mask in cut if any(mask)]
+    packed = PackedDataset(samples, max_length, seed=seed, pad_id=7777)
+    found, num_filled = [], []
+    for item in (packed[i] for i in range(len(packed))):
+        ids, mask, positions, documents = (
+            item[name].tolist()
+            for name in ("input_ids", "loss_mask", "position_ids", "document_ids")
+        )
+        place = 0
+        for document in range(max(documents) + 1):
+            end = place + documents.count(document)
+            assert documents[place:end] == [document] * (end - place)
+            assert positions[place:end] == list(range(end - place))
+            found.append((ids[place:end], mask[place:end]))
+            place = end
+        rest = max_length - place
+        assert ids[place:] == [7777] * rest
+        assert (mask[place:], positions[place:]) == ([False] * rest, [0] * rest)
+        assert documents[place:] == [-1] * rest
+        num_filled.append(place)
+    assert sorted(found) == sorted(kept)
+    assert packed.sequence_lengths == num_filled
+    assert packed.num_truncated == sum(len(mask) > max_length for mask in masks)
+    assert packed.num_dropped == len(masks) - len(kept)
+    assert packed.num_tokens == sum(num_filled)
+    learnt = [i for ids, mask in kept for i, on in zip(ids, mask, strict=True) if on]
+    assert packed.num_supervised_tokens == len(learnt)
+    counts = packed.count_token_ids(2000)
+    assert counts.nonzero()[:, 0].tolist() == sorted(learnt)
     assert counts.dtype == torch.int64
 
 
@@ -130,36 +146,15 @@ def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[
     return sequences
 
 
-@pytest.mark.parametrize("seed", [5, 6])
-@pytest.mark.parametrize(("num_samples", "max_length"), [(0, 8), (1, 8), (300, 50), (20_000, 9)])
+@pytest.mark.parametrize(
+    ("num_samples", "max_length", "seed"), [(0, 8, 5), (1, 8, 6), (300, 50, 5), (20_000, 9, 6)]
+)
 def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length, seed):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, max_length + 1, (num_samples,), generator=generator).tolist()
     sequences = [sequence.tolist() for sequence in pack_samples(lengths, max_length, seed)]
     assert sequences == plainly_packed(lengths, max_length, seed)
-    assert sorted(i for sequence in sequences for i in sequence) == list(range(num_samples))
-    filled = [sum(lengths[i] for i in sequence) for sequence in sequences]
-    assert max(filled, default=0) <= max_length
-    assert num_samples < 20_000 or sum(filled) / (max_length * len(filled)) > 0.99
-
-
-def token_rows(path: str) -> list[list[list[int]]]:
-    sets = prepare(DataConfig(max_length=64), make_tokenizer(), path=path, eval_path=None, seed=5)
-    return [[packed[i]["input_ids"].tolist() for i in range(len(packed))] for packed in sets[:2]]
-
-
-def test_prepare_is_the_same_in_every_process(write):
-    path = write(ROWS)
-    code = f"from tests.data.prepared.test_packing import token_rows; print(token_rows({path!r}))"
-    root = str(Path(__file__).parents[3])
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": root},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert json.loads(other.stdout) == token_rows(path)
+    assert num_samples < 20_000 or sum(lengths) / (max_length * len(sequences)) > 0.99
 
 
 def texts(packed: PackedDataset, tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -205,25 +200,21 @@ def test_eval_path_is_used_when_given(write):
     assert report.eval_path == other
 
 
-def test_both_parts_of_a_split_keep_a_record():
-    train, held_out = split_records(np.arange(3), 0.9, 0, "rows.jsonl")
-    assert (len(train), len(held_out)) == (1, 2)
-    train, held_out = split_records(np.arange(3), 0.01, 0, "rows.jsonl")
-    assert (len(train), len(held_out)) == (2, 1)
-
-
-def test_all_copies_of_a_record_stand_on_one_side_of_a_split():
-    # Digests are in no order, and the choice is that of heads that were trained before.
-    apart = np.array([9, 3, 7, 1, 8, 2, 6, 0, 5, 4], dtype=np.uint64)
-    before = sorted(random.Random(5).sample(range(10), 3))
-    assert split_records(apart, 0.3, 5, "rows.jsonl")[1].tolist() == before
-    copied = np.concatenate([apart, apart[::-1], apart])
-    train, held_out = split_records(copied, 0.3, 5, "rows.jsonl")
-    assert (len(train), len(held_out)) == (21, 9)
-    assert held_out[:3].tolist() == before
-    assert not set(copied[train]) & set(copied[held_out])
-    train, held_out = split_records(apart[[0, 0, 0]], 0.3, 5, "rows.jsonl")
-    assert (len(train), len(held_out)) == (2, 1)
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9)
+)
+def test_a_split_keeps_copies_together_and_a_record_on_each_side(copies, fraction, seed):
+    train, held_out = split_records(np.array(copies, dtype=np.uint64), fraction, seed, "rows.jsonl")
+    assert sorted([*train, *held_out]) == list(range(len(copies)))
+    assert train.tolist() == sorted(train)
+    # The choice is that of heads that were trained before: in the order of first records.
+    firsts = list(dict.fromkeys(copies))
+    groups = firsts if len(firsts) > 1 else list(range(len(copies)))
+    count = min(max(1, round(fraction * len(groups))), len(groups) - 1)
+    chosen = {groups[i] for i in random.Random(seed).sample(range(len(groups)), count)}
+    found = held_out.tolist() if len(firsts) == 1 else [copies[i] for i in held_out]
+    assert set(found) == chosen
+    assert len(firsts) == 1 or not chosen & {copies[i] for i in train}
 
 
 def test_copies_are_counted_and_never_held_out_from_themselves(write, tmp_path):

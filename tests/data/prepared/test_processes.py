@@ -21,6 +21,7 @@ from data.prepared import dataset_cache as prepared
 from data.prepared import tokenise
 from data.prepared.dataset_cache import load_or_prepare_data
 from data.rows.data_files import Row, find_source
+from tests.chats import write_rows
 from tests.data.prepared.test_packing import exchange, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -34,7 +35,7 @@ from conf.settings.data import DataConfig
 from data.prepared import tokenise
 from data.prepared import dataset_cache as prepared
 from data.templates.record_encoder import RecordEncoder
-from tests.data.prepared.test_packing import make_tokenizer
+from templates import REFUSING, make_tokenizer
 real, count = RecordEncoder.encode_record, 0
 def watched(self, record):
     global count
@@ -44,15 +45,14 @@ def watched(self, record):
 {before}
 RecordEncoder.encode_record, tokenise.SHARD_ROWS = watched, 4
 config = DataConfig({path!r}, num_proc={num_proc}, prepared_dir={folder!r})
-found = prepared.load_or_prepare_data({path!r}, config, make_tokenizer())
+found = prepared.load_or_prepare_data({path!r}, config, make_tokenizer(REFUSING))
 print("made", count, "of", found.num_records)
 """
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
     return DataConfig(
         str(path), num_proc=2, prepared_dir=str(tmp_path / "prepared"), on_bad_row=OnBadRow.skip
     )
@@ -75,8 +75,7 @@ prepared.iter_rows, prepared.NUM_ROWS_TO_DETECT = rows, 1
 
 def started(config: DataConfig, act: str, rows: int = 8, before: str = "") -> Command:
     """A start of its own that does something before, and at every record that it tokenises."""
-    path = Path(str(config.path))
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:rows]))
+    path = write_rows(Path(str(config.path)), ROWS[:rows])
     code = STARTS.format(
         root=str(ROOT), tests=str(ROOT / "tests"), path=str(path), act=act,
         before=before,
@@ -108,6 +107,32 @@ def test_workers_make_what_one_process_makes(config: DataConfig, tmp_path: Path)
         strict = replace(config, on_bad_row=OnBadRow.error, prepared_dir=prepared_dir)
         load_or_prepare_data(str(config.path), strict, TOKENIZER)
     assert multiprocessing.active_children() == []
+
+
+SEQUENCES = """
+from conf.settings.data import DataConfig
+from data.prepared.prepare import prepare_datasets
+from templates import REFUSING, make_tokenizer
+config = DataConfig({path!r}, max_length=64, num_proc=1, prepared_dir={folder!r})
+sets = prepare_datasets(config, make_tokenizer(REFUSING), seed=5)[:2]
+print([[packed[i]["input_ids"].tolist() for i in range(len(packed))] for packed in sets])
+"""
+
+
+def test_every_process_prepares_the_same(
+    config: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, script = Path(str(config.path)), tmp_path / "start.py"
+    write_rows(path, [exchange(f"ask {i}", "word " * i) for i in range(1, 7)])
+    here, there = (
+        SEQUENCES.format(path=str(path), folder=str(tmp_path / name)) for name in ("here", "there")
+    )
+    begin = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+    script.write_text(begin + there)
+    # Forked from a server whose strings have other hashes than here.
+    said, _ = Command([sys.executable, str(script)], tmp_path, dict(os.environ)).communicate()
+    exec(here)
+    assert said.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
 
 
 def test_what_stops_a_worker_stops_the_start(config: DataConfig) -> None:

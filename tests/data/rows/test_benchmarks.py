@@ -1,12 +1,9 @@
-"""Benchmarks of speculative decoding as they are published: read right, or refused by name."""
+"""Benchmarks of speculative decoding as they are published: placeholders, places and versions."""
 
-import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled
@@ -15,65 +12,17 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from data.rows.data_files import find_dataset_revision
 from data.rows.records import load_records
+from tests.chats import write_rows
 
-SPEED = {
-    "question_id": "0f3c", "category": "coding", "sub_category": "python", "source": "me/codes",
-    "src_id": "codes_7", "difficulty": "hard", "multiturn": True,
-}  # fmt: skip
+SPEED = {"question_id": "0f3c", "category": "coding", "source": "me/codes", "multiturn": True}
 TWO = ["Sort a list.", "Now without sorted()."]
 ASKED = [{"role": "user", "content": text} for text in TWO]
-MATH = {"problem": "What is 1 + 1?", "solution": "It is $2$.", "answer": "2"}
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-AS_PUBLISHED = {
-    "SPEED-Bench": (SPEED | {"turns": TWO}, "coding", TWO),
-    "SPEED-Bench by NeMo-Skills": (SPEED | {"messages": ASKED}, "coding", TWO),
-    "SPEED-Bench split by speculators": ({"turns": TWO[0]}, "all", TWO[:1]),
-    "Spec-Bench": (
-        {"question_id": 161, "category": "translation", "turns": TWO[:1], "reference": ["x"]},
-        "translation", TWO[:1],
-    ),
-    "MT-bench": ({"question_id": 81, "category": "writing", "turns": TWO}, "writing", TWO),
-    "MT-bench on the Hub": (
-        {"prompt": TWO, "reference": [], "category": "writing", "prompt_id": 7}, "writing", TWO,
-    ),
-    "HumanEval": (
-        {"task_id": "HumanEval/0", "prompt": TWO[0], "canonical_solution": "x", "test": "y"},
-        "all", TWO[:1],
-    ),
-    "GSM8K": ({"question": TWO[0], "answer": "... #### 3"}, "all", TWO[:1]),
-    "MATH500": (MATH | {"subject": "Algebra", "level": 2}, "Algebra", [MATH["problem"]]),
-    "AIME": (MATH | {"id": 60, "url": "aops", "year": "2024"}, "all", [MATH["problem"]]),
-    "AIME, answers as numbers": (
-        {"problem_idx": 1, "problem": TWO[0], "answer": 70}, "all", TWO[:1],
-    ),
-    "AIME, capitals": (
-        {"ID": "2024-I-1", "Problem": TWO[0], "Solution": "x", "Answer": 204}, "all", TWO[:1],
-    ),
-    "AIME, all years": ({"ID": "1983-1", "Question": TWO[0], "Answer": "60"}, "all", TWO[:1]),
-}  # fmt: skip
 
 
 def written(path: Path, *rows: object) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def asked(messages: list[dict] | None) -> list[str]:
-    return [message["content"] for message in messages or [] if message["role"] == "user"]
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", AS_PUBLISHED)
-def test_questions_and_categories(tmp_path: Path, name: str, ending: str) -> None:
-    row, category, questions = AS_PUBLISHED[name]
-    path = tmp_path / f"rows.{ending}"
-    if ending == "jsonl":
-        written(path, row)
-    else:
-        datasets.Dataset.from_list([row]).to_parquet(path)
-    (record,) = load_records(str(path)).records
-    assert (record.category, asked(record.messages)) == (category, questions)
+    return str(write_rows(path, list(rows)))
 
 
 @pytest.mark.parametrize(
@@ -153,31 +102,3 @@ def test_the_version_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HfApi, "dataset_info", answer)
     assert [find_dataset_revision(path) for path in ("nvidia/SPEED-Bench", "me/x")] == [A, None]
-
-
-WRONG = (None, 3, 0.5, True, "", " ", [], {}, [None], [3], [[]], {"a": 1}, "\ud800")
-
-
-@pytest.mark.parametrize("name", AS_PUBLISHED)
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    """Every field of another type, and the file cut at random places: a refusal, or a reading."""
-    row, rng = AS_PUBLISHED[name][0], random.Random(name)
-    whole = written(tmp_path / "whole.jsonl", row, row)
-    content = Path(whole).read_bytes()
-    damaged = [json.dumps(row | {key: wrong}).encode() for key in row for wrong in WRONG]
-    damaged += [content[: rng.randrange(len(content))] for _ in range(20)]
-    for _ in range(20):
-        place = rng.randrange(len(content))
-        damaged.append(content[:place] + rng.randbytes(1) + content[place + 1 :])
-    refused = 0
-    for number, each in enumerate(damaged):
-        path = tmp_path / f"{number}.jsonl"
-        path.write_bytes(each)
-        try:
-            records = load_records(str(path)).records
-        except InputError as error:
-            assert str(path) in str(error)
-            refused += 1
-        else:
-            assert all(asked(record.messages) or record.text for record in records)
-    assert refused > len(damaged) // 8

@@ -128,15 +128,6 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         load_records(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("depth", [b"[" * 100_000, b'{"text": ' + b"9" * 5000 + b"}"])
-def test_a_line_that_no_parser_takes_is_a_malformed_row(tmp_path, depth):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(LINE + depth + b"\n" + LINE)
-    with pytest.raises(InputError, match=r"a.jsonl:2: field '\(whole row\)': found JSON"):
-        load_records(str(path))
-    assert len(load_records(str(path), DataConfig(on_bad_row=OnBadRow.skip)).records) == 2
-
-
 def test_an_object_on_several_lines_is_told_how_it_is_written_on_one(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{\n  "text": "a"\n}\n')

@@ -65,10 +65,8 @@ def chat(*messages: Any, **fields: Any) -> dict:
     ("row", "messages"),
     [
         # Roles and keys of messages, under any name of their list.
-        ({"conversations": SHAREGPT}, CHAT),
         ({"conversations": CHAT}, CHAT),
         ({"messages": SHAREGPT}, CHAT),
-        ({"conversation": CHAT}, CHAT),
         ({"dialogue": CHAT}, CHAT),
         ({"dialog": CHAT}, CHAT),
         ({"messages": json.dumps(CHAT)}, CHAT),
@@ -79,8 +77,6 @@ def chat(*messages: Any, **fields: Any) -> dict:
         (chat({"role": "developer", "content": "Be kind"}, USER),
          [{"role": "developer", "content": "Be kind"}, USER]),
         (chat(USER | {"name": "Ann"}), [USER | {"name": "Ann"}]),
-        ({"conversation": [{"input": "Hi", "output": "Hello"}]}, CHAT),
-        ({"turns": ["Hi", "And you?"]}, [USER, {"role": "user", "content": "And you?"}]),
         (chat(USER, ASSISTANT | {"tool_calls": None}), CHAT),
         # Any order that a template may take.
         (chat(ASSISTANT, USER, ASSISTANT), [ASSISTANT, USER, ASSISTANT]),
@@ -136,11 +132,8 @@ def chat(*messages: Any, **fields: Any) -> dict:
           for question in ("prompt", "question", "query", "problem", "input")
           for answer in ("response", "completion", "output", "solution", "answer")),
         ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, *CHAT]),
-        ({"input": [USER], "output": "Hello"}, CHAT),
         ({"problem": "Hi", "reasoning_content": "Hm", "solution": "Hello"},
          assistant(content="Hello", reasoning_content="Hm")),
-        ({"instruction": "Sum up", "context": "A story", "response": "Hello"},
-         [{"role": "user", "content": "Sum up\n\nA story"}, ASSISTANT]),
         ({"instruction": "Hi", "response": "Hello"}, CHAT),
         *(({question: "More", "input": "", "output": "Yes", "system": "Be kind",
             "history": history},
@@ -329,12 +322,6 @@ def test_what_is_not_read_is_named(row, unread):
         ({"turns": ["x", None]}, r"'turns\[1\]': found nothing; allowed: a string"),
         ({"turns": []}, r"'turns': found \[\] \(list\); allowed: a non-empty list of strings"),
         ({"text": 3}, r"'text': found 3 \(int\); allowed: a string"),
-        ({"question": "Who?", "answer": ["Ann", "Anna"]},
-         r"'answer': found \['Ann', 'Anna'\] \(list\); allowed: a string"),
-        ({"question": "Who?", "answer": {"value": "Ann"}},
-         r"'answer': found \{'value': 'Ann'\} \(dict\); allowed: a string"),
-        ({"question": {"stem": "Which?"}, "answer": "a"},
-         r"'question': found \{'stem': 'Which\?'\} \(dict\); allowed: a string"),
         # Images, sounds and films: a target reads text alone.
         (chat(USER | {"content": [{"audio_url": {"url": "a.wav"}}]}, ASSISTANT),
          r"'messages\[0\].content\[0\].audio_url': found \{'url': 'a.wav'\} \(dict\)"),
@@ -516,25 +503,6 @@ def test_an_error_has_the_name_that_the_data_have():
 def test_a_column_that_no_row_has():
     with pytest.raises(InputError, match=r"data.columns=\{prompt: asks\}: none of .* has 'asks'"):
         read({"ask": "Hi"}, prompt="asks")
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (
-            {"promt": "ask"},
-            r"data.columns=\{'promt': 'ask'\}: no field is called 'promt'; allowed: messages, sys",
-        ),
-        (
-            {"prompt": 3},
-            r"data.columns=\{'prompt': 3\}: not a mapping of names; .* 'data.columns=\{prompt: a",
-        ),
-        ("ask", r"data.columns=ask: not a mapping of names"),
-    ],
-)
-def test_columns_that_are_none(columns, message):
-    with pytest.raises(InputError, match=message):
-        DataConfig(columns=columns)
 
 
 def test_every_column_is_read_by_some_form():

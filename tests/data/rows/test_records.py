@@ -1,6 +1,5 @@
-"""Loads files and Hub datasets: rows with their places, benchmarks as published, refusals."""
+"""Loads files and Hub datasets: rows with their places, refusals."""
 
-import gzip
 import hashlib
 import json
 import re
@@ -25,24 +24,6 @@ USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 GOOD = {"messages": [USER, ASSISTANT]}
 SKIP = DataConfig(on_bad_row=OnBadRow.skip)
-# Benchmarks as they are published; rows are shortened.
-BENCH = [
-    {"question_id": 81, "category": "writing",
-     "turns": ["Compose an engaging travel blog post.", "Rewrite your previous response."]},
-    {"question_id": 101, "category": "reasoning", "turns": ["What's your current position?"],
-     "reference": ["You are in second place.", "Uncertain."]},
-    {"question_id": 481, "category": "rag", "turns": ["Some researchers state"],
-     "reference": [["a source of lumber", "purifying water"]]},
-    {"category": "", "turns": ["No category"]},
-    {"turns": ["None either"]},
-]  # fmt: skip
-HUMAN_EVAL = {
-    "task_id": "HumanEval/0",
-    "prompt": 'def add(a: int, b: int) -> int:\n    """ Add.\n    >>> add(1, 2)\n    3\n    """\n',
-    "entry_point": "add",
-    "canonical_solution": "    return a + b\n",
-    "test": "\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\n",
-}
 GSM8K = {
     "question": "Janet\u2019s ducks lay 16 eggs per day. How many does she sell?",
     "answer": "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\n#### 9",
@@ -56,9 +37,8 @@ def write(tmp_path):
     def write(*rows: dict | str | bytes, name: str = "rows.jsonl") -> str:
         lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
         encoded = [line if isinstance(line, bytes) else line.encode() for line in lines]
-        content = b"".join(line + b"\n" for line in encoded)
         path = tmp_path / name
-        path.write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
+        path.write_bytes(b"".join(line + b"\n" for line in encoded))
         return str(path)
 
     return write
@@ -66,37 +46,6 @@ def write(tmp_path):
 
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
-
-
-def test_mt_bench_and_spec_bench(write):
-    loaded = load_records(write(*BENCH))
-    assert loaded.form is Form.turns
-    assert [record.category for record in loaded.records] == [
-        "writing", "reasoning", "rag", "all", "all"
-    ]  # fmt: skip
-    assert [record.messages for record in loaded.records] == [
-        [user(turn) for turn in row["turns"]] for row in BENCH
-    ]
-
-
-@pytest.mark.parametrize("name", ["HumanEval.jsonl.gz", "HumanEval.jsonl"])
-def test_human_eval(write, name):
-    path = write(HUMAN_EVAL, name=name)
-    loaded = load_records(path)
-    assert loaded.form is Form.prompt
-    (record,) = loaded.records
-    assert record.messages == [user(HUMAN_EVAL["prompt"])]
-    assert (record.category, record.where) == ("all", f"{path}:1")
-    unpacked = json.dumps(HUMAN_EVAL).encode() + b"\n"
-    assert loaded.sha256 == hashlib.sha256(unpacked).hexdigest()
-
-
-def test_gsm8k(write):
-    loaded = load_records(write(GSM8K, name="test.jsonl"))
-    assert loaded.form is Form.question
-    assert loaded.records[0].messages == [
-        user(GSM8K["question"]), {"role": "assistant", "content": GSM8K["answer"]},
-    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -180,19 +129,6 @@ def test_where_counts_lines_and_blank_lines_are_no_rows(write):
     loaded = load_records(path)
     assert [r.where for r in loaded.records] == [f"{path}:1", f"{path}:3"]
     assert loaded.sha256 == hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def test_json_and_parquet_and_folder(write, tmp_path):
-    Path(tmp_path / "b.json").write_text(json.dumps([GOOD, GOOD]))
-    datasets.Dataset.from_list([GOOD, GOOD, GOOD]).to_parquet(tmp_path / "c.parquet")
-    write(GOOD, name="a.jsonl")
-    Path(tmp_path / "README.md").write_text("not data")
-    loaded = load_records(str(tmp_path))
-    assert [Path(record.where).name for record in loaded.records] == [
-        "a.jsonl:1", "b.json[row 1]", "b.json[row 2]",
-        "c.parquet[row 1]", "c.parquet[row 2]", "c.parquet[row 3]",
-    ]  # fmt: skip
-    assert all(record.messages == [USER, ASSISTANT] for record in loaded.records)
 
 
 @pytest.mark.parametrize(

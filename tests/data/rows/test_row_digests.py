@@ -12,6 +12,7 @@ from pyarrow import parquet
 from conf.errors import InputError
 from data.rows.records import compute_prompt_digest, load_records
 from data.rows.row_digests import PromptDigests
+from tests.chats import write_rows
 
 FORMS = {
     "messages": {"messages": [{"role": "user", "content": "Why?"}]},
@@ -35,7 +36,7 @@ def test_a_prompt_has_one_digest_in_every_form_and_file(
 ) -> None:
     path = tmp_path / f"rows.{ending}"
     if ending == "jsonl":
-        path.write_text(json.dumps(FORMS[name]) + "\n")
+        write_rows(path, [FORMS[name]])
     else:
         parquet.write_table(pyarrow.Table.from_pylist([FORMS[name]]), path)
     [record] = load_records(str(path)).records
@@ -45,19 +46,17 @@ def test_a_prompt_has_one_digest_in_every_form_and_file(
 def test_another_question_makes_another_prompt_and_a_system_message_does_not(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "rows.jsonl"
     system = {"role": "system", "content": "Be brief."}
     rows = [FORMS["messages"]["messages"], [system, *FORMS["messages"]["messages"]]]
     rows.append([{"role": "user", "content": "Why not?"}])
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": row} for row in rows])
     digests = [compute_prompt_digest(record) for record in load_records(str(path)).records]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_rows_that_stand_twice_in_a_folder_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"ask {i}", "response": "so"} for i in range(4)]
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "x.jsonl", rows)
     assert load_records(str(tmp_path)).format_lines() == []
     parquet.write_table(pyarrow.Table.from_pylist(rows[:3]), tmp_path / "x.parquet")
     (tmp_path / "y.jsonl").symlink_to(path)

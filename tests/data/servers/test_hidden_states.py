@@ -1,4 +1,6 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from torch import Tensor
 from conf.errors import InputError
 from data.servers import http_client as endpoint_module
 from data.servers import state_files as files
-from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
+from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers, check_version
 from data.servers.http_client import Endpoint
+from data.servers.state_files import HiddenStatesError
 from tests.servers import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4
@@ -169,7 +172,7 @@ def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
 def test_what_is_written_is_checked(tmp_path: Path, change, match: str) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.change = change
-        with pytest.raises(InputError, match=match):
+        with pytest.raises(HiddenStatesError, match=match):
             states.request_states([7, 5])
 
 
@@ -226,3 +229,41 @@ def test_layers_that_the_target_lacks() -> None:
         taps((5, 2, -1))
     with pytest.raises(InputError, match=r"layers=\[\]: no hidden state to read"):
         taps((), final_norm=None)
+
+
+@pytest.mark.parametrize(
+    "version", ["0.26.0", "0.31.0rc1", "0.32.1.dev7+gabc", "1.0.0", "dev", "0.1.dev17+gabc"]
+)
+def test_versions_that_write_as_it_is_read_pass(version: str) -> None:
+    check_version(version, "here")
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.25.3", "0.25.1.dev3+gabc"])
+def test_an_older_version_is_refused(tmp_path: Path, version: str) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server:
+        server.version = version
+        refused(server, rf"vLLM {version.replace('+', '.')} writes hidden")
+
+
+class RecordedServer(EngineServer):
+    """Answers as vLLM's own server gave them, but for the file that it names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, WRITTEN)
+        recorded = json.loads((Path(__file__).parent / "vllm_0.32.0.json").read_text())
+        self.version, self.models = "0.32.0", tuple(recorded["models"]["data"])
+        self.recorded = recorded["completion"]
+        self.follows = lambda _ids, _num: self.recorded["choices"][0]["token_ids"]
+
+    def answer(self, body: dict) -> dict[str, Any]:
+        return self.recorded | {"kv_transfer_params": super().answer(body)["kv_transfer_params"]}
+
+
+def test_a_recorded_answer_is_read_with_its_states_and_its_tokens(tmp_path: Path) -> None:
+    """The states are a stand-in's."""
+    with RecordedServer(tmp_path) as server, engine(server) as states:
+        assert (states.model, states.max_model_len) == ("target", 320)
+        assert_same(states.request_states([5, 6, 7]), expected([5, 6, 7]))
+        ids, found = states.request_answer([5, 6, 7], 2, {"temperature": 0.0}, include_outputs=True)
+    assert ids == [302, 359]
+    assert_same(found, expected([5, 6, 7, 302]))

@@ -1,6 +1,16 @@
 """Renderings that are rewritten, repeated or refused: exact masks and exact words."""
 
 import pytest
+from templates import (
+    CHATML,
+    NO_SPECIAL,
+    TAGGED,
+    chat,
+    learnt,
+    make_tokenizer,
+    marked,
+    shown,
+)
 from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -9,22 +19,24 @@ from conf.settings.data import Form
 from data.rows.data_files import Row
 from data.rows.records import Record, parse_record
 from data.templates.record_encoder import RecordEncoder
-from tests.data.templates.test_record_encoder import (
-    CHATML,
-    ENDS_TEXT,
-    GEMMA,
-    NO_SPECIAL,
-    OPENS_THINKING,
-    PARTS,
-    QWEN3,
-    TAGGED,
-    chat,
-    learnt,
-    make_tokenizer,
-    marked,
-    shown,
-)
 
+# As DeepSeek-R1 and QwQ: the prompt opens the thinking that the finished turn lacks.
+OPENS_THINKING = (
+    "<s>{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+# As Phi-4-mini: the end of the text has a token of its own, whoever spoke last.
+ENDS_TEXT = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+)
+# As vision models: a content is a text or parts, which follow one another.
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Turns but the last lose what stands before `</think>`.
 STRIPS = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
@@ -66,20 +78,17 @@ def parted(*contents: str) -> Record:
     return parse_record(Row("chats.jsonl:7", value={"messages": messages}), Form.messages)
 
 
-ALWAYS_PARTS = PARTS.replace("m.content is string", "false")
-
-
 @pytest.mark.parametrize(
-    ("template", "between"),
+    ("template", "between", "num_pairs"),
     [
-        (PARTS, ""),
-        (ALWAYS_PARTS, ""),
-        (PARTS.replace("{{ part.text }}", "{{ part.text }} "), " "),
-        (CHATML, "\n"),  # takes texts alone, to which servers make a line of each part
-        (CHATML.replace("m.content", "m.content | string"), "\n"),
+        (PARTS, "", 8),
+        (PARTS.replace("m.content is string", "false"), "", 1),
+        (PARTS.replace("{{ part.text }}", "{{ part.text }} "), " ", 1),
+        # Takes texts alone, to which servers make a line of each part.
+        (CHATML, "\n", 8),
+        (CHATML.replace("m.content", "m.content | string"), "\n", 1),
     ],
 )
-@pytest.mark.parametrize("num_pairs", [1, 8])
 def test_parts_are_joined_as_the_template_joins_them(
     template: str, between: str, num_pairs: int
 ) -> None:
@@ -151,13 +160,6 @@ def test_words_of_a_conversation_that_is_refused(template, contents, said) -> No
     assert refused(template, *contents) == f"chats.jsonl:7: the target's chat template {said}"
 
 
-def test_a_template_knows_the_special_tokens() -> None:
-    template = TAGGED.replace("'<|end|>\n' }}{% else", "eos_token }}{% else")
-    assert marked(chat("Hi", "Yes"), template) == [
-        "<s><|user|>\nHi<|end|>\n<|assistant|>\n[[Yes</s>]]"
-    ]
-
-
 def test_every_turn_is_checked() -> None:
     """The second is wrong, the first and the third are not."""
     template = CHATML.replace("m.content", "m.content.replace('No', '?')")
@@ -192,34 +194,12 @@ def test_turns_whose_thinking_is_stripped_are_learnt_as_they_were() -> None:
     ]
 
 
-def test_turns_are_found_after_a_system_message_that_quotes_them() -> None:
-    record = chat("Hi", "<think>a</think>Hello", "Hello", "<think>b</think>Hi", system="Hello Hi")
-    asked = (
-        "<|im_start|>system\nHello Hi<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert marked(record, QWEN3) == [
-        asked + "[[<think>\na\n</think>\n\nHello<|im_end|>]]",
-        asked + "Hello<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-        "<|im_start|>assistant\n[[<think>\nb\n</think>\n\nHi<|im_end|>]]\n",
-    ]
-
-
 def test_thinking_that_speaks_of_thinking() -> None:
     """The rest of a stripped turn begins behind the last end of thinking."""
     record = chat("Hi", "<think>a</think>b</think>Yes", "So?", "No")
     assert marked(record, STRIPS) == [
         "<|user|>Hi<|end|><|assistant|>[[<think>a</think>b</think>Yes<|end|>]]",
         "<|user|>Hi<|end|><|assistant|>Yes<|end|><|user|>So?<|end|><|assistant|>[[No<|end|>]]",
-    ]
-
-
-def test_an_empty_thinking_block_of_every_turn_is_read() -> None:
-    template = TAGGED.replace(
-        "'<|assistant|>\n' + m", "'<|assistant|>\n<think>\n\n</think>\n\n' + m"
-    )
-    assert marked(chat("Hi", "Yes"), template) == [
-        "<s><|user|>\nHi<|end|>\n<|assistant|>\n<think>\n\n</think>\n\n[[Yes<|end|>]]\n"
     ]
 
 
@@ -230,17 +210,8 @@ def test_an_answer_with_an_empty_thinking_block_of_its_own_is_learnt_whole() -> 
 
 def test_turns_that_only_think() -> None:
     record = chat("Hi", "<think>a</think>", "So?", "Yes")
-    template = OPENS_THINKING.replace("m.content.split('</think>')[-1]", "m.content")
-    assert marked(record, template) == [
+    assert marked(record, OPENS_THINKING) == [
         "<s><|user|>Hi<|assistant|>[[<think>a</think></s>]]<|user|>So?<|assistant|>[[Yes</s>]]"
-    ]
-
-
-def test_a_model_by_another_name_after_a_long_conversation() -> None:
-    turns = [text for i in range(10) for text in (f"q{i}", f"a{i}")]
-    (text,) = marked(chat(*turns), GEMMA)
-    assert [part.split("]]")[0] for part in text.split("[[")[1:]] == [
-        f"a{i}<end_of_turn>" for i in range(10)
     ]
 
 

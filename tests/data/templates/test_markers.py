@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from templates import CHATML, FAMILIES, NO_SPECIAL, chat, encoder, make_tokenizer
 from tokenizers import processors
 
 from conf.errors import InputError
@@ -14,8 +15,6 @@ from data.templates.record_encoder import RecordEncoder
 from data.templates.turns import TurnMarkers
 from tests.chats import write_rows
 from tests.data.templates.test_encoder_edges import adds_bos
-from tests.data.templates.test_families import FAMILIES, encoder
-from tests.data.templates.test_record_encoder import CHATML, NO_SPECIAL, chat, make_tokenizer
 
 PLAIN = (
     "def ask(user: str) -> str:\n    return f'<{user}>' if role[0] | 1 else '[user]'\n",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from templates import Family
+from templates import FAMILIES, LOOK, Says, assistant, encoder, learnt_runs, written
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
@@ -16,7 +16,6 @@ from data.templates.reply_parser import parse_reply, thinking_tags
 from scripts import regenerate
 from tests.chats import assistant as said
 from tests.chats import rows_in, user, write_rows
-from tests.data.templates.test_families import FAMILIES, LOOK, Says, assistant, encoder, written
 from tests.servers import ChatServer
 from tests.toys import random_model
 
@@ -95,7 +94,7 @@ def test_the_templates_own_tags_of_thinking_come_first() -> None:
 
 
 def tiny_target(folder: Path, family: str) -> TargetConfig:
-    notes: Family = FAMILIES[family]
+    notes = FAMILIES[family]
     tokenizer = encoder(family).tokenizer
     torch.manual_seed(3)
     model = random_model("llama", vocab_size=len(tokenizer))
@@ -109,23 +108,19 @@ def tiny_target(folder: Path, family: str) -> TargetConfig:
 
 def learnt(family: str, path: Path) -> list[list[list[int]]]:
     """The learnt tokens of every row, a list for each of its turns."""
-    found = []
-    for record in load_records(str(path)).records:
-        turns, rest = [], [s for s in encoder(family).encode_record(record)]
-        for sample in rest:
-            for i, on in enumerate(sample.loss_mask):
-                starts = on and (i == 0 or not sample.loss_mask[i - 1])
-                if starts:
-                    turns.append([])
-                if on:
-                    turns[-1].append(sample.input_ids[i])
-        found.append(turns)
-    return found
+    return [
+        [
+            sample.input_ids[begin:end]
+            for sample in encoder(family).encode_record(record)
+            for begin, end in learnt_runs(sample)
+        ]
+        for record in load_records(str(path)).records
+    ]
 
 
-@pytest.mark.parametrize("family", CHANNELS)
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3.5"])
 def test_ids_that_are_learnt_are_those_that_were_written(family: str, tmp_path: Path) -> None:
-    rows = [{"messages": [user(f"Hi {i}"), said("old"), user("So?")]} for i in range(6)]
+    rows = [{"messages": [user(f"Hi {i}"), said("old"), user("So?")]} for i in range(4)]
     path = str(write_rows(tmp_path / "in.jsonl", rows))
     # What is drawn may be a text that the template refuses.
     data = DataConfig(path=path, on_bad_row=OnBadRow.skip)
@@ -136,12 +131,12 @@ def test_ids_that_are_learnt_are_those_that_were_written(family: str, tmp_path: 
     regenerate.main(run)
     rows = rows_in(tmp_path / "out")
     wrote = [[m["token_ids"] for m in row["messages"] if m["role"] == "assistant"] for row in rows]
-    assert len(wrote) >= 4
+    assert len(wrote) >= 2
     assert all(len(turns) == 2 for turns in wrote)
     assert learnt(family, tmp_path / "out/conversations.jsonl") == wrote
 
 
-@pytest.mark.parametrize("family", CHANNELS)
+@pytest.mark.parametrize("family", ["gemma-4", "ministral"])
 def test_a_server_that_tells_ids_is_believed(family: str, tmp_path: Path) -> None:
     notes, tokenizer = FAMILIES[family], encoder(family).tokenizer
     turns = [Says("Hello", "Am I?" if notes.think else ""), Says("Yes")]

@@ -6,7 +6,25 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from templates import OSLO, POP_SYSTEM
+from templates import (
+    CALLS,
+    CHATML,
+    FAMILIES,
+    HEADER,
+    HI,
+    LOOK,
+    OSLO,
+    Says,
+    chat,
+    encoder,
+    learnt,
+    make_tokenizer,
+    marked,
+    record,
+    shown,
+    turns_of,
+    written,
+)
 
 from conf.errors import InputError
 from conf.settings.data import Form
@@ -14,27 +32,8 @@ from data.rows.data_files import Row
 from data.rows.records import Record, parse_record
 from data.templates.record_encoder import RecordEncoder, Sample, encode_text
 from data.templates.turns import find_turn, find_turns
-from tests.data.templates.test_families import (
-    CALLS,
-    FAMILIES,
-    LOOK,
-    Says,
-    encoder,
-    record,
-    turns_of,
-    written,
-)
-from tests.data.templates.test_record_encoder import (
-    CHATML,
-    HI,
-    chat,
-    learnt,
-    make_tokenizer,
-    marked,
-    shown,
-)
 
-ANSWERS = [Says(f"I am {i}.\n\nno " * (i % 5 + 1)) for i in range(150)]
+ANSWERS = [Says(f"I am {i}.\n\nno " * (i % 5 + 1)) for i in range(20)]
 LONG = [each for i, answer in enumerate(ANSWERS) for each in (f"{i}?\n\nYes", answer)]
 # Every turn behind one header, behind empty thinking, behind a header that the prompt goes on from.
 ALIGNED = ("chatml", "llama-3.1", "gemma-3", "olmo", "exaone-4", "nemotron-3", "deepseek-r1")
@@ -51,7 +50,7 @@ def own_turns(said: Record, indices: list[int], family: str) -> list[tuple[str, 
 @pytest.mark.parametrize("family", [*ALIGNED, *APART])
 def test_turns_of_a_long_conversation_are_those_of_its_parts(family, monkeypatch) -> None:
     said = record(LONG)
-    template, indices = encoder(family).build_template({}, None), list(range(1, 300, 2))
+    template, indices = encoder(family).build_template({}, None), list(range(1, 40, 2))
     rendered: list[int] = []
     through = template.render_conversation
 
@@ -62,12 +61,11 @@ def test_turns_of_a_long_conversation_are_those_of_its_parts(family, monkeypatch
     template.find_turn_ending(calls=False)
     monkeypatch.setattr(template, "render_conversation", counted)
     found = [(t.prompt, t.written) for t in find_turns(said.messages, indices, template, None)]
-    assert len(rendered) < 15 if family in ALIGNED else len(rendered) >= 150
+    assert len(rendered) < 15 if family in ALIGNED else len(rendered) >= 20
     assert [text for _, text in found] == [written(FAMILIES[family], turn) for turn in ANSWERS]
-    assert found[::25] == own_turns(said, indices[::25], family)
+    assert found[::6] == own_turns(said, indices[::6], family)
 
 
-HEADER = "<|im_start|>assistant\n"
 ASKED = {"role": "user", "content": "Hi"}
 
 
@@ -103,17 +101,14 @@ def test_a_long_conversation_whose_template_shortens_an_answer() -> None:
 def test_a_long_conversation_whose_template_shows_the_system_message_once() -> None:
     """Before the last question, as Mistral's: every turn was written behind it."""
     last = "{% if m.role == 'user' and messages[loop.index0 + 2:] == [] %}{{ system }}{% endif %}"
-    template = POP_SYSTEM + CHATML.replace("{{ m.content }}", last + "{{ m.content }}")
+    pop = (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+        "{% set messages = messages[1:] %}{% endif %}"
+    )
+    template = pop + CHATML.replace("{{ m.content }}", last + "{{ m.content }}")
     texts = marked(chat(*long_contents(), system="Be kind. "), template)
     assert [text.partition("[[")[0].count("Be kind. ") for text in texts] == [1] * 10
     assert texts[3].endswith(f"Be kind. 3?<|im_end|>\n{HEADER}[[Yes 3<|im_end|>]]")
-
-
-def test_a_long_conversation_with_thinking_that_is_hidden() -> None:
-    said = chat(*long_contents())
-    said.messages[7]["reasoning_content"] = "Hm."
-    (sample,) = RecordEncoder(make_tokenizer(CHATML)).encode_record(said)
-    assert sample.unrendered_parts == ("thinking",)
 
 
 def test_an_answer_that_quotes_what_the_template_forbids_is_refused() -> None:
@@ -124,18 +119,15 @@ def test_an_answer_that_quotes_what_the_template_forbids_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", [f for f, notes in FAMILIES.items() if notes.call])
-@pytest.mark.parametrize("value", [5, "</tool_call>"])
-def test_calls_are_closed_whatever_their_last_argument(family: str, value: Any) -> None:
-    said = record(["Where?", CALLS, "tool: Sunny", Says("Sun.")])
-    said.messages[1]["tool_calls"][0]["function"]["arguments"]["at"] = value
-    found = turns_of(encoder(family).encode_record(said), family)
-    expected = written(FAMILIES[family], CALLS)
-    if value == 5:
-        expected = expected.replace('"Oslo"', "5")
-    # What a template makes of `<` in JSON is its own.
-    assert found[0][1].replace("\\u003c", "<").replace("\\u003e", ">") == expected.replace(
-        "Oslo", str(value)
-    )
+def test_calls_are_closed_whatever_their_last_argument(family: str) -> None:
+    for value, expected in ((5, "5"), ("</tool_call>", '"</tool_call>"')):
+        said = record(["Where?", CALLS])
+        said.messages[1]["tool_calls"][0]["function"]["arguments"]["at"] = value
+        ((_, found),) = turns_of(encoder(family).encode_record(said), family)
+        call = written(FAMILIES[family], CALLS).replace('"Oslo"', expected)
+        # What a template makes of `<` in JSON is its own.
+        found = found.replace("\\u003c", "<").replace("\\u003e", ">")
+        assert found == call.replace("Oslo", str(value))
 
 
 def test_text_and_several_calls_are_learnt_together() -> None:
@@ -167,10 +159,8 @@ def test_a_template_may_ask_whose_result_a_result_is() -> None:
 
 def test_a_call_that_is_not_rendered_is_refused_by_name() -> None:
     """This one renders calls, of one function alone."""
-    source = FAMILIES["qwen3-2507"].template
-    assert isinstance(source, str)
-    source = source.replace("{% set f = c.function %}", "{% set f = c.function %}{% if f.name == 'look' %}")  # noqa: E501 # fmt: skip
-    tokenizer = make_tokenizer(source.replace("</tool_call>", "</tool_call>{% endif %}"))
+    source, each = FAMILIES["qwen3-2507"].template, "for c in m.tool_calls"
+    tokenizer = make_tokenizer(source.replace(each, f"{each} if c.function.name == 'look'"))
     said = record(["Where?", CALLS])
     said.messages[1]["tool_calls"][0]["function"]["name"] = "find"
     with pytest.raises(InputError, match=r"does not render the call of find of the assistant"):
@@ -295,7 +285,7 @@ def test_what_the_model_was_told_and_the_template_hides_is_named(template, chang
 
 
 def test_each_thinking_that_is_hidden_is_named_once() -> None:
-    said = chat("Hi", "Yes", "So?", "No", "And?", "Yes")
+    said = chat(*long_contents())
     said.messages[1]["reasoning_content"] = said.messages[5]["reasoning_content"] = "Hm."
     (sample,) = RecordEncoder(make_tokenizer(CHATML)).encode_record(said)
     assert sample.unrendered_parts == ("thinking", "thinking")
@@ -325,7 +315,7 @@ def test_words_of_thinking_that_the_settings_turn_off(thinking: str) -> None:
 def test_a_long_conversation_that_begins_with_a_greeting() -> None:
     """Its template cannot render a conversation of nothing, as many cannot."""
     tokenizer = make_tokenizer("{% if messages[0].role == 'system' %}{% endif %}" + CHATML)
-    said = record([Says("Welcome"), *LONG[:40]])
+    said = record([Says("Welcome"), *LONG])
     (sample,) = RecordEncoder(tokenizer).encode_record(said)
     assert sample.unrendered_parts == ("a greeting",)
     assert shown(sample, tokenizer).count("[[") == 20
