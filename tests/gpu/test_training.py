@@ -16,8 +16,7 @@ from training_step import KINDS, FirstStep, differences, first_step
 from conf.settings.target import Dtype
 from heads.target_model.embeddings_and_output_head import Projection
 from scripts.bench import training as bench_train
-from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
-from tests.train.parallel.test_strategies import launched
+from tests.train.runs import ENV, arguments, inputs, launched, trained
 from train.batch.batch import SortedIndices
 from train.loss import fused_linear as fused
 from train.loss.fused_linear import Student, compute_fused_loss

@@ -21,7 +21,7 @@ from training_step import KINDS, documents, first_step, grouped_target, objectiv
 
 from conf.command.entry import RECIPES
 from conf.errors import InputError
-from conf.settings.eagle import Divergence, EagleForm
+from conf.settings.eagle import Divergence, EagleConfig, EagleForm
 from conf.settings.target import Dtype
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import decode
@@ -47,9 +47,8 @@ def states_of(target: Target, ids: torch.Tensor, documents: torch.Tensor, layers
     return found
 
 
-CASES = [(kind, False) for kind in KINDS] + [
-    (kind, True) for kind in ("medusa", "eagle3", "dflash")
-]
+# States that are given are read alike by all kinds.
+CASES = [*((kind, False) for kind in KINDS), ("eagle3", True)]
 
 
 @pytest.mark.parametrize(("kind", "given"), CASES)
@@ -129,6 +128,16 @@ def test_a_trained_head_goes_on_and_settings_count(tmp_path: Path) -> None:
     assert objective.head is head
     assert objective.config.divergence is Divergence.tv
     assert len(objective.term_weights) == 2
+
+
+def test_a_head_of_an_unknown_run_takes_the_recipe_of_its_form() -> None:
+    target = random_target(num_hidden_layers=6)
+    head = api.training_objective("eagle3", target).head
+    recipe = EagleConfig(norm_before_residual=True, path="(in memory)")
+    assert api.training_objective(head, target).config == recipe
+    head = api.training_objective("eagle1", target).head
+    found = api.training_objective(head, target).config
+    assert (found.noise, found.regression_weight) == (0.2, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ import pytest
 import torch
 from toys import eagle_head, endless_target, packed, random_target, texts
 
-from conf.errors import InputError
 from conf.settings.eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
-    EagleRun,
     StepNormalizer,
     TokenNormalizer,
 )
@@ -17,7 +15,7 @@ from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.batch import DOCUMENTS, NOISE_SEEDS
-from train.eagle import EagleObjective, compute_step_weights, main
+from train.eagle import EagleObjective, compute_step_weights
 from train.loss.divergences import (
     DistributionPair,
     Softmax,
@@ -87,21 +85,6 @@ def test_step_weights() -> None:
     assert compute_step_weights(config).tolist() == [1.0, 0.5, 0.25]
     config.step_normalizer = StepNormalizer.mean
     assert compute_step_weights(config).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_steps": 0}, r"head\.num_steps=0"),
-        ({"regression_weight": 1.0}, r"head\.regression_weight=1\.0: an EAGLE-3 head"),
-        ({"divergence_weight": 0.0}, r"every loss has weight 0"),
-        ({"noise": -1.0}, r"head\.noise=-1\.0"),
-        ({"form": EagleForm.eagle1, "fc_norm": True}, r"head\.fc_norm=True: .*no such part"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        EagleConfig(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -268,18 +251,6 @@ def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> N
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
-
-
-def test_an_eagle1_head_over_a_quantised_output_head_is_refused() -> None:
-    target = random_target()
-    target.output_head = torch.nn.Module()
-    target.output_head.weight = torch.zeros(96, 64, dtype=torch.int8)
-    data = type(
-        "Packed", (), {"count_token_ids": lambda _, size: torch.ones(size, dtype=torch.int64)}
-    )
-    config = EagleRun(head=EagleConfig(form=EagleForm.eagle1))
-    with pytest.raises(InputError, match="its output head is quantised"):
-        main.make_head(config, target, data())
 
 
 @pytest.mark.slow

@@ -6,18 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import doors
 import pytest
 from ggufs import save_gguf
-from omegaconf import OmegaConf
 from stores import captured
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.target import TargetConfig
-from eval import acceptance
-from scripts import push
-from train import medusa
+from tests.train.runs import start
 from train.loop.sources import load_store
 
 RUN = [
@@ -25,11 +21,6 @@ RUN = [
     "train.warmup_steps=1", "train.save_steps=2", "train.log_steps=1", "train.schedule=constant",
     "train.num_replay_prompts=2",
 ]  # fmt: skip
-
-
-def start(script: str, main: Any, *given: str) -> None:
-    """A command in this process."""
-    main(OmegaConf.to_object(doors.COMMANDS[script].compose_settings(list(given))))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def train(folder: Path, file: str, *more: str) -> None:
     start(
-        "train/medusa.py", medusa.main, f"target.path={folder}", f"target.gguf_file={file}",
+        "train/medusa.py", f"target.path={folder}", f"target.gguf_file={file}",
         f"data.path={folder / 'chat.jsonl'}", f"out_dir={folder / 'run'}", *RUN, *more,
     )  # fmt: skip
 
@@ -94,7 +85,7 @@ def test_a_head_says_which_weights_it_was_trained_on(run_dir: Path, folder: Path
     assert provenance["target_identity"]["quantization"] == "Q4_1"
     assert len(provenance["target_identity"]["weights"]) == 64
     start(
-        "scripts/push.py", push.main, f"head.path={run_dir / 'head'}", "repo_id=me/head",
+        "scripts/push.py", f"head.path={run_dir / 'head'}", "repo_id=me/head",
         "base_model=me/model", "dry_run=true", f"out_dir={run_dir / 'staged'}",
     )  # fmt: skip
     card = (run_dir / "staged" / "README.md").read_text()
@@ -114,7 +105,7 @@ def test_a_card_links_the_repository_of_a_file(run_dir: Path, tmp_path: Path) ->
     settings["base_model_name_or_path"] = "me/model-GGUF/model-Q4_1.gguf"
     config.write_text(json.dumps(settings))
     start(
-        "scripts/push.py", push.main, f"head.path={tmp_path / 'head'}", "repo_id=me/head",
+        "scripts/push.py", f"head.path={tmp_path / 'head'}", "repo_id=me/head",
         "dry_run=true", f"out_dir={tmp_path / 'staged'}",
     )  # fmt: skip
     card = (tmp_path / "staged" / "README.md").read_text()
@@ -129,7 +120,7 @@ def test_it_is_measured_and_told_apart_from_another_quantisation(
     said = {}
     for kind in ("Q4_1", "Q8_0"):
         start(
-            "eval/acceptance.py", acceptance.main, f"target.path={folder / kind}.gguf",
+            "eval/acceptance.py", f"target.path={folder / kind}.gguf",
             f"head.path={run_dir / 'head'}", f"data.path={folder / 'chat.jsonl'}",
             "data.num_prompts=2", "max_new_tokens=8", f"out_dir={run_dir / kind}",
         )  # fmt: skip

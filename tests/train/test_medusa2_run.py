@@ -23,11 +23,10 @@ from eval.measure.target_answers import LocalAnswerSource
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from scripts import merge_adapter
-from tests.train.parallel.test_launch import TWO, arguments, inputs, trained
+from tests.train.runs import TWO, arguments, trained
 from train import medusa2
 from train.loop.evaluation import make_heldout_replay, select_heldout_prompts
 
-__all__ = ["inputs"]
 CPU = torch.device("cpu")
 
 

@@ -129,7 +129,10 @@ def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: 
 
 
 def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
-    outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5, "tau_prompts": 3})
+    # With nothing there, `auto` begins.
+    outcome = fit(
+        tmp_path, settings(resume="auto"), evaluate=lambda head: {"tau": 1.5, "tau_prompts": 3}
+    )
     assert outcome.finished
     assert outcome.evaluation["eval/tau"] == 1.5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
@@ -310,10 +313,6 @@ def test_damaged_newest_checkpoint_still_gives_the_same_weights(
     assert [line["step"] for line in lines(tmp_path)] == [line["step"] for line in log]
 
 
-def test_resume_auto_with_nothing_there_starts_fresh(tmp_path: Path) -> None:
-    assert fit(tmp_path / "new", settings(resume="auto")).step == 6
-
-
 def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, settings())
     with pytest.raises(InputError, match="packed sequences was 7, is 5"):
@@ -340,7 +339,7 @@ def test_accuracies_are_told_by_position(tmp_path: Path, monkeypatch: pytest.Mon
         assert found[f"eval/{name}/top1_d1"] == pytest.approx(float(share))
 
 
-@pytest.mark.parametrize("error", [RuntimeError, InputError, KeyError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [InputError, torch.OutOfMemoryError])
 def test_an_evaluation_that_fails_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
