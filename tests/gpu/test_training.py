@@ -10,7 +10,6 @@ import pytest
 import torch
 from devices import DEVICE, on_cuda, on_device
 from safetensors.torch import load_file
-from torch._inductor import metrics
 from training_step import KINDS, FirstStep, differences, first_step
 
 from conf.settings.target import Dtype
@@ -105,6 +104,8 @@ def test_thirty_steps_compile_nothing_anew(form: str, tmp_path: Path) -> None:
 @on_cuda
 def test_the_first_rows_do_not_choose_the_kernels_of_a_loss() -> None:
     """With few rows for the multiprocessors, Inductor splits sums into kernels of their own."""
+    from torch._inductor import metrics
+
     num_kernels = []
     for num_rows in (100, 528):
         torch._dynamo.reset()

@@ -126,7 +126,8 @@ def arguments(inputs: Path, out_dir: Path, *more: str, kind: str = "medusa") -> 
         f"data.path={inputs / 'chat.jsonl'}", f"out_dir={out_dir}", "data.max_length=32",
         "data.eval_fraction=0.1", "train.batch_size=4", "train.warmup_steps=2",
         "train.max_steps=12", "train.save_steps=2", "train.eval_steps=6", "train.log_steps=1",
-        "train.learning_rate=0.01", "train.adam_learning_rate=0.01", "train.num_replay_prompts=4",
+        "train.learning_rate=0.01", "train.adam_learning_rate=0.01", "train.micro_batch_size=2",
+        "train.num_eval_sequences=4", "train.num_replay_prompts=2",
         *own, *more,
     ]  # fmt: skip
 

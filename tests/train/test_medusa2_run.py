@@ -119,7 +119,7 @@ def test_another_joint_setting_does_not_continue_a_run(
 @pytest.mark.slow
 def test_two_processes_equal_one(straight: Path, inputs: Path, tmp_path: Path) -> None:
     script = [str(Path(medusa2.__file__)), *arguments(inputs, tmp_path / "out")[1:]]
-    more = ["train.micro_batch_size=2", "adapter.rank=4", "adapter.alpha=8"]
+    more = ["adapter.rank=4", "adapter.alpha=8"]
     said = trained([*TWO, *script, *more], tmp_path)
     assert "2 process(es), cpu" in said
     assert "the target's own held-out loss" in said

