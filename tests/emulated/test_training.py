@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import HEADS, PROMPTS
 from feature_heads import fresh, settings_of
+from stores import save_chat
 from torch import Tensor
 from torch.distributed.utils import _to_kwargs
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -134,14 +135,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_target(folder / "target", num_hidden_layers=4, **HEADS)
     for family in FAMILIES:
         save_target(folder / family, family)
-    rows = []
-    for n in range(24):
-        messages = [
-            {"role": "user", "content": f"hello number {n}"},
-            {"role": "assistant", "content": "fine, thanks. " * (1 + n % 3)},
-        ]
-        rows.append(json.dumps({"messages": messages}) + "\n")
-    (folder / "chat.jsonl").write_text("".join(rows))
+    save_chat(folder / "chat.jsonl")
     return folder
 
 

@@ -13,11 +13,9 @@ from importlib import import_module
 from pathlib import Path
 
 import commands
-import doors
 import pytest
 import torch
 from commands import ROOT
-from mtp_targets import saved as save_mtp_target
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -107,7 +105,9 @@ def target_of(inputs: Path, name: str) -> Path:
         if name in FAMILIES:
             random_model(name, vocab_size=64, eos_token_id=1).save_pretrained(inputs / name)
         else:
-            save_mtp_target(inputs / name, name)
+            from mtp_targets import saved
+
+            saved(inputs / name, name)
     return inputs / name
 
 
@@ -134,6 +134,8 @@ def arguments(inputs: Path, out_dir: Path, *more: str, kind: str = "medusa") -> 
 
 def start(script: str, *words: str) -> None:
     """A command in this process."""
+    import doors  # which runs the first lines of all scripts
+
     script = script.removeprefix(f"{ROOT}/")
     settings = OmegaConf.to_object(doors.COMMANDS[script].compose_settings(list(words)))
     with pytest.MonkeyPatch.context() as patch:

@@ -4,11 +4,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ggufs import save_gguf
-from stores import captured
+from stores import captured, save_chat
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
@@ -29,16 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made = tmp_path_factory.mktemp("gguf")
     for kind in ("Q4_1", "Q8_0"):
         save_gguf(made / f"{kind}.gguf", kind)
-    rows: list[dict[str, Any]] = [
-        {
-            "messages": [
-                {"role": "user", "content": f"hello number {n}"},
-                {"role": "assistant", "content": "fine, thanks. " * (1 + n % 4)},
-            ]
-        }
-        for n in range(40)
-    ]
-    (made / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_chat(made / "chat.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSMITH_CACHE", str(made / "cache"))
         patch.setenv("ACCELERATE_USE_CPU", "true")
