@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ def train(folder: Path, file: str, *more: str) -> None:
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    train(folder, "Q4_1.gguf", "train.max_steps=2")
+    with (folder / "said").open("w") as said, redirect_stdout(said):
+        train(folder, "Q4_1.gguf", "train.max_steps=2")
     train(folder, "Q4_1.gguf", "train.max_steps=4", "train.resume=auto")
     return folder / "run"
 
@@ -57,10 +59,9 @@ def test_a_run_goes_on_with_the_same_file_alone(run_dir: Path, folder: Path) -> 
 
 
 def test_what_engines_do_not_serve_is_said_before_the_first_step(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, folder: Path
 ) -> None:
-    train(folder, "Q4_1.gguf", "train.max_steps=2", f"out_dir={tmp_path / 'run'}")
-    before, _ = capsys.readouterr().out.split("\nmemory on each device")
+    before, _ = (folder / "said").read_text().split("\nmemory on each device")
     assert (
         "\nvLLM loads Medusa heads up to version 0.32; newer versions have none.\n"
         "TensorRT-LLM loads Medusa heads up to version 1.1; newer versions have none.\n"
@@ -112,9 +113,10 @@ def test_it_is_measured_and_told_apart_from_another_quantisation(
         start(
             "eval/acceptance.py", f"target.path={folder / kind}.gguf",
             f"head.path={run_dir / 'head'}", f"data.path={folder / 'chat.jsonl'}",
-            "data.num_prompts=2", "max_new_tokens=8", f"out_dir={run_dir / kind}",
+            "data.num_prompts=2", "max_new_tokens=8", "num_turns=2", f"out_dir={run_dir / kind}",
         )  # fmt: skip
         said[kind] = " ".join(capsys.readouterr().err.split())
+    assert "0prompt" not in said["Q4_1"]  # a bar of later turns that no dialogue has
     result = json.loads((run_dir / "Q4_1" / "acceptance.json").read_text())
     assert result["target_identity"]["quantization"] == "Q4_1"
     assert result["tau"] >= 1

@@ -15,12 +15,9 @@ from toys import save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import HeadRef
-from conf.settings.measure import AcceptanceRun
 from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
-from eval import acceptance
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target_tokenizer
 from tests.train.runs import curve
@@ -95,19 +92,6 @@ def test_a_head_of_another_target_is_told_of(
 ) -> None:  # fmt: skip
     medusa.main(settings(inputs, tmp_path / "other", str(head / "head"), target="changed"))
     assert WORDS.search(capsys.readouterr().out)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["hello"]}) + "\n")
-    run = AcceptanceRun(
-        target=TargetConfig(path=str(inputs / "changed")), num_turns=2, max_new_tokens=4,
-        data=DataConfig(path=str(tmp_path / "prompts.jsonl")), head=HeadRef(f"{head}/head"),
-        out_dir=str(tmp_path / "out"),
-    )  # fmt: skip
-    acceptance.main(run)
-    said = capsys.readouterr().err
-    assert WORDS.search(" ".join(said.split()))
-    assert "0prompt" not in said  # a bar of later turns that no dialogue has
-    same = replace(run.target, path=str(inputs / "target"))
-    acceptance.main(replace(run, target=same, out_dir=str(tmp_path / "again")))
-    assert "was trained for" not in capsys.readouterr().err
 
 
 def test_a_head_from_a_store_knows_the_target_that_was_captured(
