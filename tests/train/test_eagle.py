@@ -148,7 +148,7 @@ def literal_sums(
 )
 def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_ids, more) -> None:
     target, batch = setting
-    head = eagle_head(target, form, num_ids, num_updates=10, **more)
+    head = eagle_head(target, form, num_ids, num_updates=3, **more)
     config = EagleConfig(form=form, num_steps=4, **more)
     config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
     objective = EagleObjective(head, target, config)
@@ -204,7 +204,7 @@ def test_detached_features_cut_the_gradient_between_steps(setting, detach: bool)
     """With the loss of the second step alone, the first step's output head input is reached
     through its features only."""
     target, batch = setting
-    head = eagle_head(target, EagleForm.eagle1, num_updates=10)
+    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
     config = EagleConfig(form=EagleForm.eagle1, num_steps=2, detach_features=detach)
     objective = EagleObjective(head, target, config)
     whole = torch.autograd.grad(run(objective, batch, 1).total, head.layer.mlp.down_proj.weight)[0]
