@@ -95,7 +95,7 @@ COMMANDS = (
 )  # fmt: skip
 OTHER_COMMANDS = (
     "scripts/verify_export.py", "scripts/bench/cpu.py", "scripts/bench/gpu.py",
-    "scripts/bench/measure.py", "scripts/bench/predict_gpu.py",
+    "scripts/bench/measure.py",
 )  # fmt: skip
 """Commands of argparse, without settings. Python files of other names may have moved."""
 KEYS_OF_CACHES = re.compile(r"\b[0-9a-f]{32}\b")
@@ -566,125 +566,12 @@ def helps(checkout: Checkout) -> None:
             checkout.record[key] = "\n".join(" ".join(str(text).split()).split(". "))
 
 
-CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-BAD_ROWS: dict[str, list[Any]] = {
-    "empty": [],
-    "role": [CHAT, {"messages": [{"role": "nobody", "content": "a"}]}],
-    "content": [CHAT, {"messages": [{"role": "user", "content": 3}]}],
-    "image": [{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}],
-    "unknown": [{"question_text": "a", "reply": "b"}],
-    "mixed": [CHAT, {"prompt": "a", "response": "b"}],
-    "mask": [{"input_ids": [1, 2, 3], "loss_mask": [1, 0]}],
-    "ids": [{"input_ids": [1, 5000], "loss_mask": [1, 1]}] * 2,
-    "rendered": [{"text": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"}],
-    "number": [3],
-    "turns": [{"turns": []}],
-}
+ROWS = json.loads((Path(__file__).parent / "compared_rows.json").read_text())
+BAD_ROWS: dict[str, list[Any]] = ROWS["bad"]
 """Data that are refused, by the name of the file."""
-REFUSED = """
-train/medusa.py head.num_head=3
-train/medusa.py head.num_heads=three
-train/medusa.py head.num_heads=0
-train/medusa.py train.max_steps=-1
-train/medusa.py train.optimizer=sgd
-train/medusa.py train.batch_size=2.5
-train/medusa.py train.learning_rate=fast
-train/medusa.py train.warmup_steps=9 train.max_steps=4
-train/medusa.py train.resume={in}/gone
-train/medusa.py data.path={in}/gone.jsonl
-train/medusa.py data.path={in}/curve.txt
-train/medusa.py data.max_length=0
-train/medusa.py data.columns={nobody:x}
-train/medusa.py data.eval_fraction=1.5
-train/medusa.py target.path={in}/gone
-train/medusa.py target.path=me/nowhere
-train/medusa.py target.engine=[http://localhost:1] data.features={in}
-train/medusa.py data.features={in} rollout.steps=3
-train/medusa.py head.path={files}/train/eagle1/head
-train/medusa.py train.batch_size=3 train.micro_batch_size=2
-train/medusa.py nonsense
-train/eagle.py head=eagle2
-train/eagle.py head.layers=[9] {on}
-train/eagle.py head.divergence_weight=0
-train/eagle.py head.divergence=mse
-train/eagle.py head.path={files}/broken/no-config
-train/eagle.py head.path={files}/broken/no-tensor {on}
-train/eagle.py head.path={files}/broken/shape {on}
-train/eagle.py head.path={files}/broken/pickled {on}
-train/eagle.py {on} out_dir={files}/train/eagle3
-train/eagle.py {on} out_dir={files}/train/eagle3 train.resume=auto seed=1
-train/peagle.py head.num_layers=0
-train/dflash.py head.block_size=1
-train/dflash.py head.mask_token_id=99999 {on}
-train/dflash2.py head.selector_top_k=0
-train/dspark.py head.markov_head_type=none
-train/mtp.py head.num_steps=0
-train/medusa2.py target.engine=[http://localhost:1]
-train/medusa2.py head.path={files}/train/eagle1/head {on}
-eval/acceptance.py target.path={in}/target
-eval/acceptance.py head.path={files}/train/eagle1/head temperature=1
-eval/acceptance.py head.path={files}/train/eagle1/head top_p=0
-eval/acceptance.py head.path={files}/train/eagle1/head 'stop=[""]'
-eval/acceptance.py head.path={files}/train/eagle1/head mode=guess
-eval/acceptance.py head.path={files}/train/eagle1/head conditions=["seed"]
-eval/acceptance.py head.path={files}/broken/other-target target.path={in}/target
-eval/acceptance.py head.path={files}/broken/no-config target.path={in}/target
-eval/acceptance.py head.path={in}/target target.path={in}/target
-eval/speedup.py methods=[medussa]
-eval/speedup.py methods=[medusa_tree] {asked}
-eval/speedup.py batch_size=0
-eval/speedup.py concurrency=[0]
-eval/speedup.py lookup.min_ngram=4
-eval/speedup.py lookahead.level=1
-eval/speedup.py methods=[draft_chain] {asked}
-eval/speedup.py methods=[generate_lookup] batch_size=2 {asked}
-eval/speedup.py head.path={files}/train/medusa/head methods=[medusa_typical] {asked}
-eval/speedup.py self_draft.skip=[9] methods=[skip_layers] {asked}
-eval/tree_search.py head.path={files}/train/medusa/head top_ks=[2,1]
-eval/tree_search.py head.path={files}/train/medusa/head curve={in}/gone.json {asked}
-eval/serve.py endpoint=http://localhost:1 tolerance=1
-eval/serve.py target.path={in}/target
-scripts/capture.py layers=[] teacher=top_k
-scripts/capture.py layers=[9] {on}
-scripts/capture.py format=int4
-scripts/regenerate.py model=x
-scripts/regenerate.py endpoint=http://localhost:1 plain=true
-scripts/relay.py port=70000 folder={in}
-scripts/relay.py host=0.0.0.0 folder={in}
-scripts/export.py head.path={files}/train/medusa/head
-scripts/export.py head.path={files}/train/medusa/head format=sglang target.path={in}/target
-scripts/export.py head.path={files}/train/eagle1/head format=trtllm target.path={in}/target
-scripts/export.py head.path={files}/train/medusa/head format=vllm out_dir={in}/target
-scripts/export.py head.path={files}/train/medusa/head format=vllm tokenizer_gguf=x.gguf
-scripts/export.py head.path={files}/train/medusa/head format=onnx
-scripts/export.py head.path={files}/broken/other-target format=vllm target.path={in}/target
-scripts/export.py format=vllm
-scripts/verify_export.py {in}/target
-scripts/verify_export.py {in}/gone
-scripts/verify_export.py {files}/train/medusa/head
-scripts/prune.py head.path={files}/train/eagle3/head
-scripts/prune.py head.path={files}/train/eagle3/head sizes=[8,4]
-scripts/prune.py head.path={files}/train/eagle3/head sizes=[9999] {on}
-scripts/push.py head.path={files}/train/eagle3/head
-scripts/push.py head.path={files}/train/eagle3/head repo_id=toy
-scripts/push.py head.path={files}/train/eagle3/head repo_id=me/toy exports=[{in}/target]
-scripts/mtp.py action=check
-scripts/mtp.py action=check target.path={in}/target
-scripts/mtp.py action=stitch target.path={in}/target
-scripts/mtp.py action=extract target.path={in}/target out_dir={files}/train
-scripts/merge_adapter.py target.path={in}/target
-scripts/merge_adapter.py target.path={in}/target target.adapter={in}/target
-scripts/compare.py results=[{in}]
-scripts/compare.py
-scripts/contest/run.py tokens=-1
-scripts/contest/run.py recipes=[] tokens=1000
-scripts/contest/run.py recipes=[medussa] tokens=1000
-scripts/repair.py target.path={in}/target
-scripts/repair.py head.path={in}/gone target.path={in}/target
-scripts/zoo/check.py model_types=[nobody]
-scripts/show_mask.py num_samples=x
-scripts/show_mask.py data.form=chat
-"""
+FORMS: dict[str, list[Any]] = ROWS["forms"]
+"""Rows of every form."""
+REFUSED = (Path(__file__).parent / "compared_refusals.txt").read_text().splitlines()
 """Command lines. `{on}` names target and data, `{asked}` those to measure with; an `out_dir` is
 added where none is named."""
 
@@ -693,10 +580,7 @@ def refusals(checkout: Checkout) -> None:
     """Messages and exit status of wrong command lines, broken heads and malformed rows."""
     break_heads(checkout.folder / "files/train", checkout.folder / "files/broken")
     asked = "target.path={in}/target data.path={in}/prompts.jsonl"
-    lines = {
-        line: line.replace("{on}", ON).replace("{asked}", asked)
-        for line in REFUSED.strip().splitlines()
-    }
+    lines = {line: line.replace("{on}", ON).replace("{asked}", asked) for line in REFUSED}
     for name in BAD_ROWS:
         on = f"target.path={{in}}/target data.path={{in}}/bad/{name}.jsonl data.num_proc=1"
         lines |= {f"show {name}": f"scripts/show_mask.py {on}"}
@@ -778,46 +662,6 @@ def api_answers(api: Any, out: str, path: str, heads: str) -> None:
         known = api.acceptance(target, head, told.prompt_ids, told.token_ids, depth=3)
         found[f"{name} replayed"] = [known.tau, *known.alpha]
     write_api(out, found)
-
-
-SAID = {"role": "assistant", "content": "return x + 1"}
-ASKED = {"role": "user", "content": "def f(x):"}
-FORMS: dict[str, list[Any]] = {
-    "messages": [
-        {"messages": [ASKED, SAID, ASKED, {**SAID, "weight": 0}, ASKED, SAID]},
-        {"messages": [{"role": "system", "content": "code"}, ASKED, SAID], "truncated_turns": [0]},
-        {"system": "code", "messages": [ASKED, {"role": "assistant", "content": [
-            {"type": "text", "text": "return"}, {"type": "text", "text": "x"}]}]},
-    ],
-    "conversations": [
-        {"conversations": [{"from": "human", "value": "def f(x):"},
-                           {"from": "gpt", "value": "return x"}]},
-        {"dialogue": [ASKED, SAID]},
-    ],
-    "turns": [{"turns": ["def f(x):", "def g(x):"], "category": "code"}],
-    "preference": [
-        {"prompt": "def f(x):", "chosen": "return x", "rejected": "pass"},
-        {"chosen": [ASKED, SAID], "rejected": [ASKED]},
-    ],
-    "alpaca": [
-        {"instruction": "def f(x):", "input": "x = 3", "output": "return x",
-         "history": [["def g(x):", "pass"]]},
-        {"instruction": "def f(x):", "context": "", "response": "return x"},
-    ],
-    "prompt": [
-        {"prompt": "def f(x):", "completion": "return x", "system_prompt": "code"},
-        {"prompt": [ASKED], "response": "return x"},
-    ],
-    "tokens": [
-        {"input_ids": list(range(3, 40)), "loss_mask": [0] * 7 + [1] * 30},
-        {"input_ids": list(range(3, 40)), "labels": [-100] * 9 + list(range(12, 40))},
-    ],
-    "text": [{"text": "def f(x):\n    return x\n"}, {"text": "def g(x):\n    pass\n"}],
-    "question": [
-        {"question": "def f(x):", "answer": "return x"}, {"Problem": "def g(x):", "Solution": "0"},
-    ],
-}  # fmt: skip
-"""Rows of every form, by the name of the file."""
 
 
 def data(checkout: Checkout) -> None:
@@ -909,6 +753,7 @@ def identity() -> str:
     cpu = Path("/proc/cpuinfo")
     found = re.search(r"^model name.*$", cpu.read_text(), re.M) if cpu.exists() else None
     told = [found[0] if found else platform.processor(), sys.version, Path(__file__).read_text()]
+    told += [*REFUSED, str(ROWS)]
     told += map(version, ("torch", "transformers"))
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
 

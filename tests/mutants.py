@@ -16,8 +16,8 @@ WORK = ROOT / ".mutants"
 SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
 # The tests that cover a file; in each of them only those that call the mutated function are run.
 TESTS = {
-    "train/batch/data_loader.py": "train/batch/test_schedule train/loop/test_loop",
-    "train/parallel/optimizers.py": "train/batch/test_schedule train/parallel/test_optimizers",
+    "train/batch/data_loader.py": "train/batch/test_data_loader train/loop/test_loop",
+    "train/parallel/optimizers.py": "train/parallel/test_optimizers",
     "eval/measure/acceptance_stats.py": "eval/measure/test_acceptance_stats "
     "eval/measure/test_lengths",
     "eval/measure/results.py": "eval/measure/test_results",
@@ -31,9 +31,9 @@ TESTS = {
     "train/loss/fused_linear.py": "train/loss/test_fused_linear train/loss/test_medusa "
     "train/test_eagle train/test_blocks",
     "train/medusa.py": "train/loss/test_medusa train/loss/test_fused_linear train/test_medusa "
-    "train/test_medusa2 train/loop/test_memory heads/test_medusa",
+    "train/test_medusa2 train/test_fresh_heads train/loop/test_memory heads/test_medusa",
     "train/step_objective.py": "train/loss/test_fused_linear train/test_eagle train/test_blocks",
-    "train/eagle.py": "train/loss/test_fused_linear train/test_eagle train/test_eagle_head "
+    "train/eagle.py": "train/loss/test_fused_linear train/test_eagle train/test_fresh_heads "
     "train/loop/test_memory heads/eagle/test_eagle",
     "data/prepared/packing.py": "data/prepared/test_packing data/prepared/test_dataset_cache",
     "data/templates/record_encoder.py": "data/templates/test_record_encoder "

@@ -51,7 +51,7 @@ PAGES = {name: (ROOT / name).read_text() for name in (*LIMITS, "CONTRIBUTING.md"
 DOORS = {path: command for path, command in OF_DOORS.items() if not path.startswith(WORKERS)}
 # Without Hydra: they have tests of their own.
 PLAIN = {
-    "scripts/verify_export.py", "scripts/embedded/make.py", "scripts/bench/predict_gpu.py",
+    "scripts/verify_export.py", "scripts/embedded/make.py", "tests/emulated/predict_gpu.py",
     "scripts/bench/cpu.py", "scripts/bench/measure.py",
 }  # fmt: skip
 # What has no default.

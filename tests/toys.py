@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
@@ -131,6 +132,21 @@ class Clock:
             return work(*args, **kwargs)
 
         return wrapped
+
+
+class Watched(TorchDispatchMode):
+    """Inside, each operation is told of with its arguments and what it gives."""
+
+    def __init__(self, note: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.note(func, args, found)
+        return found
 
 
 def random_target(family: str = "llama", seed: int = 0, **changes: Any) -> Target:

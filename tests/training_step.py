@@ -113,7 +113,8 @@ def first_step(
     assert accelerator.device.type == device
     target = grouped_target(device, getattr(torch, dtype.value))
     objective = objective_of(kind, target)
-    objective.head.load_state_dict(weights_on_cpu(kind))
+    if device != "cpu":
+        objective.head.load_state_dict(weights_on_cpu(kind))
     if compiled:
         objective.compile_parts()
     data = documents()

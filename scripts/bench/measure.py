@@ -104,7 +104,7 @@ allocator counts where nothing is computed: 8.9, 1.27, 52.8 and 2.0."""
 PREDICTED: dict[str, dict[str, float]] = json.loads(
     (ROOT / "scripts/bench/predicted.json").read_text()
 )
-"""Figures by case for an H100, written by `scripts/bench/predict_gpu.py --save`."""
+"""Figures by case for an H100, written by `tests/emulated/predict_gpu.py --save`."""
 
 
 def measure_ceilings(size: str) -> Figures:

@@ -4,17 +4,14 @@ One test alone, once that has compiled the guard:
 `HEADSMITH_EMULATED_GUARD=$(ls .pytest_cache/d/emulated/*.so) pytest tests/emulated -k ...`.
 """
 
-import ctypes
-import os
 from collections.abc import Iterator
 
 import pytest
+from emulated import guard  # before torch
 
-GUARD = os.environ.get("HEADSMITH_EMULATED_GUARD")
-if GUARD is None:
+if not guard.is_loaded():
     collect_ignore_glob = ["*.py"]
 else:
-    ctypes.CDLL(GUARD)  # before torch
     from emulated import cuda, device
 
     cuda.install()

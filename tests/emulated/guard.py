@@ -1,5 +1,9 @@
-"""Builds `guard.cpp`, which has PyTorch believe in a CUDA device that it does not have."""
+"""Builds `guard.cpp`, which has PyTorch believe in a CUDA device that it does not have.
 
+A process to which `VARIABLE` names it loads it here, before torch.
+"""
+
+import ctypes
 import hashlib
 import os
 import shutil
@@ -10,7 +14,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 VARIABLE = "HEADSMITH_EMULATED_GUARD"
-"""Names the library to a process that loads it before torch."""
+if VARIABLE in os.environ:
+    ctypes.CDLL(os.environ[VARIABLE])
+
+
+def is_loaded() -> bool:
+    return VARIABLE in os.environ
 
 
 def compiler() -> str | None:

@@ -59,7 +59,6 @@ class Meter:
         flops: of products.
         device_s: the longest of what each kernel needs, summed.
         product_s: the part of kernels that multiply.
-        by_name: seconds of the device by operation.
         attended: shapes of queries and keys that met in a kernel of attention.
     """
 
@@ -70,7 +69,6 @@ class Meter:
     flops: float = 0.0
     device_s: float = 0.0
     product_s: float = 0.0
-    by_name: Counter[str] = field(default_factory=Counter)
     attended: Counter[tuple[Any, ...]] = field(default_factory=Counter)
 
     def __sub__(self, earlier: "Meter") -> "Meter":
@@ -82,7 +80,6 @@ class Meter:
             self.flops - earlier.flops,
             self.device_s - earlier.device_s,
             self.product_s - earlier.product_s,
-            self.by_name - earlier.by_name,
             self.attended - earlier.attended,
         )
 
@@ -105,7 +102,6 @@ class Meter:
         self.flops += flops
         self.device_s += seconds
         self.product_s += seconds if flops else 0.0
-        self.by_name[name] += seconds
         if "attention" in name:
             self.attended[name, *(tuple(each.shape) for each in list(tensors(args))[:2])] += 1
 

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from emulated import graphs
+from emulated import graphs, kernels
 from emulated.device import Counts, counted, off
 from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
 from feature_heads import feature_head, fresh, settings_of
@@ -18,20 +18,24 @@ from toys import texts
 from eval.compare.methods import PromptDecoder
 from eval.decode import cuda_graphs as captured
 from eval.decode.cuda_graphs import (
+    CapturedPasses,
     CaptureError,
     CudaGraph,
     GraphDecoder,
     PassBatch,
+    PassShape,
     find_capture_obstacle,
 )
 from eval.decode.drafters.lookup import PromptLookup
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
-from eval.decode.engine import Generation, NoDraft, Request, decode_many
+from eval.decode.engine import DecodingBatch, Generation, NoDraft, Request, decode_many
+from eval.tune import step_costs
 from heads.decoding import cache as tree_cache
-from heads.decoding.drafting import CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
-from heads.decoding.tree import DynamicShape
+from heads.decoding.tree import DynamicShape, Tree
 from heads.draft_head import DraftHead
+from heads.target_model import attention
 from heads.target_model.model import Target
 
 LENGTHS = [7, 4, 5, 12, 4]
@@ -100,6 +104,9 @@ def prepared(
     device: str, name: str, how: Sampling = GREEDY
 ) -> tuple[Target, Callable[[list[int]], Drafter]]:
     """A target, and what makes its drafter."""
+    if name == "eagle_suffix":
+        target, make = prepared(device, "eagle_tree, EAGLE-3")
+        return target, lambda seeds: HybridDrafter(make(seeds), SuffixDrafter(SuffixTree(8)), 0.5)
     target = random_target(device)
     if name not in LEARNT:
         return target, lambda seeds: KINDS[name].make(target, how, drafter_seeds(seeds))
@@ -112,95 +119,78 @@ def prepared(
 
 
 def decoded(
-    device: str, name: str, batch_size: int, stops: list[int], how: Sampling = GREEDY
+    device: str, name: str, batch_size: int, stops: list[int], how: Sampling
 ) -> list[Generation]:
     target, make = prepared(device, name, how)
     target.model.generation_config.eos_token_id = stops
-    requests = [Request(ids, 3 + number) for number, ids in enumerate(prompts())]
+    # Texts that repeat themselves, so that what is copied is right.
+    times = 2 if name in HOST and how.is_greedy else 1
+    requests = [Request(ids * times, 3 + number) for number, ids in enumerate(prompts())]
+    length = 40 if name == "eagle_suffix" else NUM_TOKENS
     if device == "cpu":
-        return decode_many(target, make, requests, NUM_TOKENS, batch_size, how)
-    captured = GraphDecoder(target, make, NUM_TOKENS, how)
+        return decode_many(target, make, requests, length, batch_size, how)
+    way = GraphDecoder(target, make, length, how)
+    assert way.what == ("verify pass" if name in HOST else "step")
     if batch_size > 1:
-        return captured.decode_requests(requests, batch_size)
-    return [text for each in requests for text in captured.decode_requests([each], 1)]
+        return way.decode_requests(requests, batch_size)
+    return [text for each in requests for text in way.decode_requests([each], 1)]
 
 
 def told(found: list[Generation]) -> list[Any]:
     return [(each.token_ids, each.steps, each.paths, each.drafted) for each in found]
 
 
+HOST = (
+    "prompt_lookup", "suffix", "medusa_suffix", "eagle_suffix", "lookahead", "draft_tree",
+    "draft_chain, by what was accepted", "draft_chain, other tokenizer",
+)  # fmt: skip
+"""Draft on the host, so that passes alone are captured."""
 # Many launches of one graph, beside rows that are free; graphs that are launched again after others
 # for more slots; hardly two steps of a graph.
 SIZES = [(3, 512), (1, 16), (2, 8)]
+SAMPLED = Sampling(temperature=1.0, top_k=40, top_p=0.9)
+# Batch sizes by method, greedy and drawn: the rest is slow.
 OFTEN = {
     "vanilla": (1, 2), "medusa_tree": (3, 1), "eagle_tree, EAGLE-3": (3,), "dspark_chain": (2,),
+    "prompt_lookup": (1,), "eagle_suffix": (3,), "lookahead": (2,),
 }  # fmt: skip
-"""Batch sizes: the rest is slow."""
+DRAWN = {
+    "vanilla": (2,), "medusa_tree": (1,), "medusa_typical": (3,), "eagle_chain, EAGLE-1": (3,),
+    "eagle_tree, EAGLE-3": (), "dspark_chain": (1,), "early_exit": (2,), "prompt_lookup": (1,),
+    "draft_chain, by what was accepted": (1, 3), "draft_tree": (2,),
+}  # fmt: skip
 
 
 def cases() -> Iterator[Any]:
-    for name in STATIC:
-        for batch_size, width in SIZES:
-            marks = [] if batch_size in OFTEN.get(name, ()) else [pytest.mark.slow]
-            yield pytest.param(name, batch_size, width, marks=marks)
+    for names, often, how in (((*STATIC, *HOST), OFTEN, GREEDY), (DRAWN, DRAWN, SAMPLED)):
+        for name in names:
+            for size in SIZES:
+                marks = [] if size[0] in often.get(name, ()) else [pytest.mark.slow]
+                yield pytest.param(name, how, *size, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "batch_size", "width"), cases())
-def test_captured_steps_are_those_of_the_cpu(
-    name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "how", "batch_size", "width"), cases())
+def test_what_is_captured_writes_the_texts_of_the_cpu_in_its_steps(
+    name: str, how: Sampling, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", width)
     monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
-    with off():
-        whole = [each.token_ids for each in decoded("cpu", name, 1, [])]
-        stop = next(token for token in whole[1][3:] if token not in whole[0])
-        expected = decoded("cpu", name, batch_size, [stop])
-    assert len({len(each.token_ids) for each in expected}) > 1
-    accepted = sum(step.num_accepted for each in expected for step in each.steps)
-    assert accepted > 3 or name in WITHOUT_HEADS
-    found = decoded("cuda", name, batch_size, [stop])
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    # What is recycled was learnt from rows that go on, unread, too.
-    assert name == "recycling" or told(found) == told(expected)
-
-
-SAMPLED = Sampling(temperature=1.0, top_k=40, top_p=0.9)
-# Batch sizes whose draws are compared often, of whole steps and of passes.
-DRAWN_STEPS = {
-    "vanilla": (2,), "medusa_tree": (1,), "medusa_typical": (3,), "eagle_chain, EAGLE-1": (3,),
-    "eagle_tree, EAGLE-3": (), "dspark_chain": (1,), "early_exit": (2,),
-}  # fmt: skip
-DRAWN_PASSES = {
-    "prompt_lookup": (1,), "draft_chain, by what was accepted": (1, 3), "draft_tree": (2,),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "batch_size", "width"),
-    [
-        pytest.param(name, *size, marks=[] if size[0] in often else [pytest.mark.slow])
-        for name, often in (DRAWN_STEPS | DRAWN_PASSES).items()
-        for size in SIZES
-    ],
-)
-def test_captured_draws_are_those_of_the_cpu(
-    name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(captured, "WIDTH", width)
-    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
-    how = replace(SAMPLED, typical=Typical() if name == "medusa_typical" else None)
+    how = replace(how, typical=Typical() if name == "medusa_typical" else None)
     with off():
         whole = [each.token_ids for each in decoded("cpu", name, 1, [], how)]
         stop = next(token for token in whole[1][3:] if token not in whole[0])
         expected = decoded("cpu", name, batch_size, [stop], how)
-    assert [each.token_ids for each in expected] == [
-        text[: [*text, stop].index(stop) + 1] for text in whole
-    ]
+    texts = [text[: [*text, stop].index(stop) + 1] for text in whole]
+    assert [each.token_ids for each in expected] == texts
+    assert len(set(map(len, texts))) > 1
     accepted = sum(step.num_accepted for each in expected for step in each.steps)
-    assert accepted > 2 or name in ("vanilla", "prompt_lookup")
+    seldom_right = (*WITHOUT_HEADS, *HOST) if how.is_greedy else ("vanilla", "prompt_lookup")
+    assert accepted > 2 or name in seldom_right
     found = decoded("cuda", name, batch_size, [stop], how)
-    assert told(found) == told(expected)
-    assert (found[0].times.step > 0) == (name in DRAWN_STEPS)
+    # What is recycled was learnt from rows that go on, unread, too.
+    if name != "recycling":
+        assert told(found) == told(expected)
+    assert [each.token_ids for each in found] == texts
 
 
 @pytest.mark.parametrize(
@@ -216,7 +206,8 @@ def test_captured_draws_are_those_of_the_cpu(
             id=f"{name}, sampled",
             marks=[] if name == "dspark_chain" else [pytest.mark.slow],
         )
-        for name in DRAWN_STEPS
+        for name in DRAWN
+        if name not in HOST
     ],
 )
 def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(
@@ -362,57 +353,6 @@ def test_what_capturing_takes_is_counted_and_in_no_other_figure(
     assert max(text.arrivals) < 1000
 
 
-HOST = (
-    "prompt_lookup", "suffix", "medusa_suffix", "eagle_suffix", "lookahead", "draft_tree",
-    "draft_chain, by what was accepted", "draft_chain, other tokenizer",
-)  # fmt: skip
-OFTEN_OF_HOST = [("prompt_lookup", 1), ("eagle_suffix", 3), ("lookahead", 2)]
-
-
-def of_host(name: str, device: str) -> tuple[Target, Callable[[list[int]], Drafter]]:
-    if name != "eagle_suffix":
-        return prepared(device, name)
-    target, make = prepared(device, "eagle_tree, EAGLE-3")
-    return target, lambda seeds: HybridDrafter(make(seeds), SuffixDrafter(SuffixTree(8)), 0.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "batch_size", "width"),
-    [
-        pytest.param(
-            name, *size, marks=[] if (name, size[0]) in OFTEN_OF_HOST else [pytest.mark.slow]
-        )
-        for name in HOST
-        for size in [(1, 16), (3, 512), (2, 8)]
-    ],
-)
-def test_captured_passes_over_drafts_of_the_host_are_those_of_the_cpu(
-    name: str, batch_size: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(captured, "WIDTH", width)
-    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
-    # Texts repeat themselves, so that what is copied is right.
-    requests = [Request(ids * 2) for ids in prompts()]
-    length = 40 if name == "eagle_suffix" else NUM_TOKENS
-
-    def found(device: str, stops: list[int], how: int) -> list[Generation]:
-        target, make = of_host(name, device)
-        target.model.generation_config.eos_token_id = stops
-        if device == "cpu":
-            return decode_many(target, make, requests, length, how)
-        way = GraphDecoder(target, make, length)
-        assert way.what == "verify pass"
-        if how > 1:
-            return way.decode_requests(requests, how)
-        return [text for each in requests for text in way.decode_requests([each], 1)]
-
-    with off():
-        whole = [each.token_ids for each in found("cpu", [], 1)]
-        stop = next(token for token in whole[1][3:] if token not in whole[0])
-        expected = found("cpu", [stop], batch_size)
-    assert told(found("cuda", [stop], batch_size)) == told(expected)
-
-
 @pytest.mark.parametrize("what", ["verify pass", "step"])
 def test_a_text_longer_than_the_one_before_it_is_drafted_for_as_if_it_were_the_first(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -478,3 +418,157 @@ def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
     assert len(drafter.kept) > 10
     for tensors, values in drafter.kept:
         assert [each.tolist() for each in tensors] == values
+
+
+# --- Slots that captured passes keep for drafts: as many as are drafted.
+
+
+class Growing(PromptLookup):
+    """Drafts more with every step, up to a dozen tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.size = 0
+
+    def propose(self, roots: Roots) -> Draft:
+        self.size = min(self.size + 1, 12)
+        tokens = roots.tokens.unsqueeze(1).expand(-1, self.size).contiguous()
+        return Draft(Tree.make_chain(self.size), tokens, self.size)
+
+
+def in_turn(way: GraphDecoder) -> list[Generation]:
+    """Texts one after the other, the longest first."""
+    way.target.model.generation_config.eos_token_id = []
+    return [text for ids in prompts()[:2] for text in way.decode_requests([Request(ids)], 1)]
+
+
+def test_passes_have_room_for_what_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 8)
+    monkeypatch.setattr(tree_cache, "ROUND_TO", 1)
+    with off():
+        target = random_target("cpu")
+        target.model.generation_config.eos_token_id = []
+        requests = [[Request(ids)] for ids in prompts()[:2]]
+        texts = [decode_many(target, lambda _: Growing(), each, NUM_TOKENS, 1) for each in requests]
+    way = GraphDecoder(random_target("cuda"), lambda _: Growing(), NUM_TOKENS)
+    assert told(in_turn(way)) == told([text for [text] in texts])
+    assert way.last_captured is not None
+    assert way.last_captured.capacity == captured.compute_num_slots(LENGTHS[0] + NUM_TOKENS, 13)
+    assert way.last_captured.graphs.captured
+
+
+def test_drawn_chains_of_one_size_share_a_graph() -> None:
+    tokens, probs = torch.tensor([[5, 6, 7]]), torch.rand(1, 3, 9)
+    draft = Draft.from_tree(Tree.make_chain(3), tokens, probs)
+    shape = PassShape.from_draft(draft)
+    assert shape == PassShape.from_draft(
+        Draft.from_tree(Tree.make_chain(4), tokens[:, [0, 1, 2, 2]], probs[:, [0] * 4])
+    )
+    assert shape != PassShape.from_draft(Draft.from_tree(Tree.make_chain(3), tokens))
+    padded = shape.pad_draft(draft)
+    assert padded.tokens.tolist() == [[5, 6, 7, PAD]]
+    assert padded.draft_probs is not None
+    assert padded.draft_probs.tolist() == [[*probs[0].tolist(), [0.0] * 9]]
+
+
+@pytest.mark.parametrize("num_nodes", [13, 9])
+def test_a_compiled_target_needs_room_for_what_is_drafted(
+    num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 1)
+    target, made = random_target("cuda"), list[CapturedPasses]()
+    usual = CapturedPasses.__init__
+
+    def noted(passes: CapturedPasses, *given: Any) -> None:
+        made.append(passes)
+        usual(passes, *given)
+
+    monkeypatch.setattr(CapturedPasses, "__init__", noted)
+    target.capacity = captured.compute_num_slots(LENGTHS[0] + NUM_TOKENS, num_nodes)
+    way = GraphDecoder(target, lambda _: Growing(), NUM_TOKENS)
+    if num_nodes == 13:
+        in_turn(way)
+        assert len(made) == 1  # whose graphs serve the second text too
+        return
+    with pytest.raises(CaptureError, match=r"12 draft tokens .* compiled target's \d+ slots"):
+        in_turn(way)
+
+
+# --- Attention while texts are decoded: which kernels, in which shapes; what timing it launches.
+
+
+class Attended(NamedTuple):
+    """An attention kernel that has run.
+
+    Attributes:
+        name: of the operator.
+        shapes: of the tensors that it was given.
+        divided: whether PyTorch's flash kernel divides keys among blocks, as far as it is asked.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    divided: bool
+
+
+class Shapes:
+    """Shapes of the attention kernels that have run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.found: set[Attended] = set()
+        for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
+            kernel = getattr(torch.ops.aten, name).default
+            patch.setitem(kernels.KERNELS, kernel, self._noted(name, kernels.KERNELS[kernel]))
+
+    def _noted(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
+            divided = "flash" in name and (
+                args[5], options["window_size_left"], options["window_size_right"]
+            ) == (1, -1, -1)  # fmt: skip
+            self.found.add(Attended(name, shapes, divided))
+            return kernel(*args, **options)
+
+        return run
+
+
+@pytest.mark.parametrize(("name", "num_nodes"), [("vanilla", 0), ("recycling", 7)])
+def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
+    name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "WIDTH", 32)
+    monkeypatch.setattr(attention, "LONG", 0)
+    shapes = Shapes(monkeypatch)
+    target = random_target("cuda")
+    target.model.to(torch.bfloat16)
+    target.model.generation_config.eos_token_id = []
+    requests = list(map(Request, prompts()[:2]))
+    texts = []
+    for kind in (captured.StepBatch, DecodingBatch):
+        batch = kind(target, lambda seeds: KINDS[name].make(target, GREEDY, seeds), requests, 40, 2)
+        steps = batch.stream_tokens()
+        for _ in range(3):
+            next(steps)
+        shapes.found.clear()
+        with counted() as counts:
+            for _ in steps:
+                pass
+        assert 0 < len(shapes.found) <= 8
+        biases = [each.shapes[-1] for each in shapes.found if "efficient" in each.name]
+        assert {bias[-1] for bias in biases} == ({num_nodes} if num_nodes else set())
+        assert all(each.divided for each in shapes.found if "flash" in each.name)
+        assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
+        texts.append([each.token_ids for each in batch.generations])
+    assert texts[0] == texts[1]
+
+
+def test_what_is_timed_is_launched_as_decoding_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "NUM_ROUNDS", 2)
+    target, make = prepared("cuda", "medusa_chain")
+    drafters: dict[str, Drafter] = {"head": make([7]), "host": PromptLookup(4)}
+    with counted() as counts:
+        curve, drafts = step_costs.measure_step_costs(target, drafters, prompts()[0], 1, (2, 4))
+    # Of a round, passes over one token in a row, and over each size; drafts of the head alone.
+    of_round = 2 * (step_costs.NUM_PLAIN + 2) + 2
+    assert counts.operations["graph"] == 2 * of_round
+    assert (curve.sizes, drafts.keys()) == ([1, 2, 4], drafters.keys())

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from emulated.device import MixedDevicesError, counted
+from emulated.device import MixedDevicesError, counted, off
+from emulated.hollow import hollow, metered
 from emulated.kernels import KernelError
 from torch import Tensor
 from torch.nn import functional
 
 from heads.decoding.cache import TreeCache
-from heads.layers.documents import Documents, flash_attention, flash_attention_backward
+from heads.layers.block_attention import BlockRange, block_attention, plain_block_attention
+from heads.layers.documents import Documents, flash_attention
 from heads.target_model import attention
-from heads.target_model.attention import FLASH, CachedPass, DocumentPass
+from heads.target_model.attention import CachedPass
 from heads.target_model.kernels import ScoreRule, choose_kernels
 
 CUDA = torch.device("cuda", 0)
@@ -99,25 +101,6 @@ def test_moving_a_module_keeps_tied_parameters_tied() -> None:
     assert module[0].weight.device == CUDA
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_under_a_mask_and_its_gradients(dtype: torch.dtype) -> None:
-    shape = (2, 4, 9, 16)
-    bias = torch.zeros(9, 9).masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
-    gradients = []
-    for device in ("cpu", CUDA):
-        heads = [drawn(n, *shape)[0].to(device, dtype).requires_grad_() for n in (1, 2, 3)]
-        with counted() as counts:
-            found = functional.scaled_dot_product_attention(
-                *heads, attn_mask=bias.to(device, dtype)
-            )
-            found.backward(drawn(*shape).to(device, dtype))
-        gradients.append([found.detach(), *(each.grad for each in heads)])
-    assert counts.operations["_scaled_dot_product_efficient_attention_backward"] == 1
-    for mine, theirs in zip(*gradients, strict=True):
-        assert theirs.device == CUDA
-        torch.testing.assert_close(theirs.cpu(), mine, atol=2e-2, rtol=2e-2)
-
-
 OF_BACKENDS = {
     "flash": ({}, "_scaled_dot_product_flash_attention"),
     "a mask": ({"mask": True}, "_scaled_dot_product_efficient_attention"),
@@ -193,64 +176,6 @@ def test_the_efficient_kernel_reads_an_output_by_strides_of_its_own() -> None:
         ]
         assert torch.equal(out.cpu(), by_rows.cpu())
         assert torch.equal(found[0].cpu(), found[1].cpu()) is not misread
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_flash_over_documents_and_its_gradients(window: int | None) -> None:
-    lengths, (num_heads, num_kv_heads, size) = (5, 1, 7), (4, 2, 16)
-    documents = Documents.from_ids(
-        torch.tensor([[n for n, k in enumerate(lengths) for _ in range(k)]])
-    )
-    query = drawn(13, num_heads, size, dtype=torch.bfloat16)
-    text = [drawn(13, num_kv_heads, n, size)[:, :, 0].bfloat16() for n in (1, 2)]
-    found, log_norm = flash_attention(query, *text, documents.to_device(CUDA), window)
-    leaves = [each.cpu().float().requires_grad_() for each in (query, *text)]
-    expected, of_scores = plain(*leaves, lengths, window)
-    torch.testing.assert_close(found.cpu().float(), expected, atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(log_norm.cpu(), of_scores, atol=1e-4, rtol=1e-4)
-    if window is None:
-        grad = drawn(13, num_heads, size, dtype=torch.bfloat16)
-        expected.backward(grad.cpu().float())
-        back = flash_attention_backward(
-            grad, (query, *text), (found, log_norm), documents.to_device(CUDA)
-        )
-        for mine, leaf in zip(back, leaves, strict=True):
-            torch.testing.assert_close(mine.cpu().float(), leaf.grad, atol=3e-2, rtol=3e-2)
-
-
-def plain(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: tuple[int, ...], window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Attention by its definition: output [S, Q, d], logsumexp [Q, S]."""
-    places, group = torch.arange(len(query)), query.shape[1] // keys.shape[1]
-    document = torch.tensor([n for n, k in enumerate(lengths) for _ in range(k)])
-    ahead = places - places.unsqueeze(1)
-    seen = (document == document.unsqueeze(1)) & (ahead <= 0) & (ahead > -(window or 99))
-    spread = [each.repeat_interleave(group, 1).transpose(0, 1) for each in (keys, values)]
-    scores = query.transpose(0, 1) @ spread[0].mT * query.shape[-1] ** -0.5
-    scores = scores.masked_fill(~seen, float("-inf"))
-    return (scores.softmax(-1) @ spread[1]).transpose(0, 1), scores.logsumexp(-1).detach()
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_gradients_through_attention_sinks_are_those_of_the_cpu(window: int | None) -> None:
-    documents = Documents.from_ids(torch.tensor([[0] * 5 + [1] * 8]))
-    shapes, dtype = ((13, 4, 16), (13, 2, 16), (13, 2, 16), (4,)), torch.float16
-    grad, found = drawn(13, 4, 16, dtype=dtype).unsqueeze(0), {}
-    for device in ("cpu", CUDA):
-        leaves = [drawn(*shape, n)[..., 0] for n, shape in enumerate(shapes, 1)]
-        leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
-        # What the CPU rounds between its products is not what the kernel does.
-        given = [each.float() if device == "cpu" else each for each in leaves]
-        query, keys, values = (each.transpose(0, 1).unsqueeze(0) for each in given[:3])
-        reading, scores = DocumentPass(documents), ScoreRule(window, 0.3, sinks=given[3])
-        output = reading.attend(None, query, keys, values, scores)
-        output.backward(grad.to(device, output.dtype))
-        found[device] = [output.detach(), *(each.grad for each in leaves)]
-    assert reading.calls == [(window, FLASH)]
-    for mine, theirs in zip(*found.values(), strict=True):
-        off = (theirs.cpu().float() - mine.float()).norm() / mine.float().norm()
-        assert off < 1e-3  # halves have three digits
 
 
 def test_flash_refuses_what_it_does_not_take() -> None:
@@ -360,3 +285,97 @@ def test_fused_adamw_wants_its_steps_on_the_device() -> None:
     optimizers[0].state[parameters[0]]["step"] = torch.tensor(1.0)
     with pytest.raises(MixedDevicesError):
         optimizers[0].step()
+
+
+# --- The attention of block drafters: what is launched, in which shapes, and the numbers.
+
+NUM_LAYERS = NUM_DOCUMENTS = 3
+MOST_FORWARD, MOST_BACKWARD, MOST_SHAPES = 60, 120, 16
+
+
+class Drawn:
+    """Blocks of a sequence of documents, and what they attend with.
+
+    Args:
+        num_blocks: A.
+        size: R.
+        num_tokens: S.
+        seed: of anchors and numbers.
+        window: see `BlockRange`.
+        heads: Q, K and d.
+    """
+
+    def __init__(
+        self, num_blocks: int, size: int, num_tokens: int, seed: int = 0,
+        window: int | None = None, heads: tuple[int, int, int] = (4, 2, 8),
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        with off():
+            anchors = torch.randperm(num_tokens - 1, generator=generator)[:num_blocks].sort().values
+            length = -(-num_tokens // NUM_DOCUMENTS)
+            self.host = anchors // length * length, anchors + 1
+            own, text = (num_blocks, size), (1, num_tokens)
+            many, few, size_of_head = heads
+            shapes = [(*own, many), *[(*text, few)] * 2, *[(*own, few)] * 2, (*own, many)]
+            self.numbers = [
+                torch.randn(*each, size_of_head, generator=generator) for each in shapes
+            ]
+        self.size, self.window = size, window
+
+    def sight(self, device: torch.device) -> BlockRange:
+        first, end = (each.pin_memory().to(device, non_blocking=True) for each in self.host)
+        return BlockRange(first, end, self.size, self.window is not None, self.window, self.host)
+
+    def run(self, attend: Any, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """Output and gradients."""
+        *leaves, grad = (each.to(device, dtype) for each in self.numbers)
+        query, k, v, own_k, own_v = leaves = [each.requires_grad_() for each in leaves]
+        found = attend(query, (k, v), (own_k, own_v), self.sight(device))
+        return [found.detach(), *torch.autograd.grad(found, leaves, grad)]
+
+
+def test_launches_of_a_layer_and_shapes_of_a_run() -> None:
+    with hollow(), metered() as run:
+        for step in range(4):
+            # In the last one there is less to learn from than wanted.
+            drawn = Drawn(300 if step == 3 else 512, 16, 4096, seed=step, heads=(32, 8, 128))
+            *leaves, grad = (each.to(CUDA, torch.bfloat16) for each in drawn.numbers)
+            query, k, v, own_k, own_v = (each.requires_grad_() for each in leaves)
+            sight, found = drawn.sight(CUDA), query
+            forward = []
+            with counted() as counts:
+                for _ in range(NUM_LAYERS):
+                    with metered() as layer:
+                        found = block_attention(found, (k, v), (own_k, own_v), sight)
+                    forward.append(layer.num_launches)
+                with metered() as backward:
+                    torch.autograd.grad(found, query, grad)
+            assert counts.num_waits == 0, str(counts)
+            # What hides tokens is made in the first layer for all.
+            assert max(forward[1:]) <= MOST_FORWARD
+            assert forward[0] <= 2 * MOST_FORWARD
+            assert backward.num_launches <= NUM_LAYERS * MOST_BACKWARD
+    assert len(run.attended) <= MOST_SHAPES, run.attended
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize(
+    ("num_blocks", "size", "num_tokens", "heads"),
+    [(70, 16, 1100, (4, 2, 8)), (5, 5, 33, (3, 3, 8)), (1, 3, 4, (4, 1, 8))],
+)
+def test_numbers_are_those_of_the_definition(
+    num_blocks: int,
+    size: int,
+    num_tokens: int,
+    heads: tuple[int, int, int],
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    drawn = Drawn(num_blocks, size, num_tokens, window=window, heads=heads)
+    with off():
+        expected = drawn.run(plain_block_attention, torch.device("cpu"), torch.float32)
+    found = drawn.run(block_attention, CUDA, dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.cpu().float(), theirs, rtol=tolerance, atol=tolerance)

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import predicted
+from emulated import predict_gpu
 from emulated.hollow import H100, hollow, metered
-from emulated.runs import MOST_WAITS
-
-from scripts.bench import predict_gpu
+from emulated.test_training import MOST_WAITS
 
 TOY = {"hidden": 128, "layers": 4, "vocab": 300, "length": 128, "batch_size": 2}
 
@@ -56,23 +54,22 @@ def test_the_host_reads_zeros() -> None:
         assert (ones > 0).cpu().dtype == torch.bool
 
 
-@pytest.mark.parametrize("name", ["eagle3"])
 def test_a_step_launches_as_much_as_where_there_are_numbers(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job: dict[str, Any] = {**TOY, "name": name}
-    without = predicted.trained(job)
-    monkeypatch.setattr(predicted, "hollow", nullcontext)
+    job: dict[str, Any] = {**TOY, "name": "eagle3"}
+    without = predict_gpu.trained(job)
+    monkeypatch.setattr(predict_gpu, "hollow", nullcontext)
     # Memory that a kernel makes may lie in another order.
-    assert predicted.trained(job) == pytest.approx(without, rel=1e-3)
+    assert predict_gpu.trained(job) == pytest.approx(without, rel=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_what_the_benchmark_shows_is_what_would_be_predicted(name: str) -> None:
     sizes = predict_gpu.TARGETS["8b"] | predict_gpu.TRAINING
-    found = predicted.trained({**sizes, "name": name})
-    speed = found["num_tokens"] / predict_gpu.estimate_step_seconds(found)
+    found = predict_gpu.trained({**sizes, "name": name})
+    speed = found["num_tokens"] / predict_gpu.step_seconds(found)
     shown = json.loads(predict_gpu.PREDICTIONS_FILE.read_text())[f"train {name}"]["tokens/s"]
     assert shown == pytest.approx(speed, rel=0.1)
 
@@ -80,7 +77,7 @@ def test_what_the_benchmark_shows_is_what_would_be_predicted(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", predict_gpu.RECIPES)
 def test_training_meets_few_shapes(name: str) -> None:
-    found = predicted.trained({**TOY, "length": 4096, "name": name})
+    found = predict_gpu.trained({**TOY, "length": 4096, "name": name})
     assert found["num_shapes"] <= 16
     assert found["num_waits"] <= MOST_WAITS
 
@@ -91,20 +88,20 @@ def test_training_meets_few_shapes(name: str) -> None:
     [
         (name, shape)
         for name in ("none", *predict_gpu.RECIPES, *predict_gpu.OTHERS)
-        for shape in predict_gpu.list_draft_shapes(name)
+        for shape in predict_gpu.draft_shapes(name)
     ],
 )
 def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:
-    found = predicted.decoded({**TOY, "length": 2048, "name": name, "shape": shape})
+    found = predict_gpu.decoded({**TOY, "length": 2048, "name": name}, shape)
     num_readers = 2 if name == "draft_model" else 1
     assert found["num_shapes"] <= 8 + 4 * num_readers  # of a prompt, 512 tokens at a time
 
 
 def test_a_captured_step_is_one_launch_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicted, "SHORTER", 4)
-    monkeypatch.setattr(predicted, "LONGER", 6)
-    plain = predicted.decoded({**TOY, "name": "none", "shape": "chain"})
-    drafting = predicted.decoded({**TOY, "name": "medusa", "shape": "tree"})
+    monkeypatch.setattr(predict_gpu, "SHORTER", 4)
+    monkeypatch.setattr(predict_gpu, "LONGER", 6)
+    plain = predict_gpu.decoded({**TOY, "name": "none"}, "chain")
+    drafting = predict_gpu.decoded({**TOY, "name": "medusa"}, "tree")
     assert plain["num_launches"] == drafting["num_launches"] == 2  # with the record's copy
     assert plain["num_waits"] == drafting["num_waits"] == 1
     assert drafting["num_kernels"] > 1.1 * plain["num_kernels"]

@@ -10,14 +10,12 @@ import pytest
 import torch
 from devices import DEVICE, on_cuda, on_device
 from safetensors.torch import load_file
-from torch._inductor import metrics
 from training_step import KINDS, FirstStep, differences, first_step
 
 from conf.settings.target import Dtype
 from heads.target_model.embeddings_and_output_head import Projection
 from scripts.bench import training as bench_train
-from tests.train.parallel.test_launch import ENV, arguments, inputs, trained
-from tests.train.parallel.test_strategies import launched
+from tests.train.runs import ENV, arguments, inputs, launched, trained
 from train.batch.batch import SortedIndices
 from train.loss import fused_linear as fused
 from train.loss.fused_linear import Student, compute_fused_loss
@@ -106,6 +104,8 @@ def test_thirty_steps_compile_nothing_anew(form: str, tmp_path: Path) -> None:
 @on_cuda
 def test_the_first_rows_do_not_choose_the_kernels_of_a_loss() -> None:
     """With few rows for the multiprocessors, Inductor splits sums into kernels of their own."""
+    from torch._inductor import metrics
+
     num_kernels = []
     for num_rows in (100, 528):
         torch._dynamo.reset()

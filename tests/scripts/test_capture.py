@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from commands import ROOT
-from stores import SHARD_BYTES, captured, files, save_inputs, settings
+from stores import NUM_LAYERS, SHARD_BYTES, captured, files, save_inputs, settings
 
 from conf import files as places
 from conf.errors import InputError
@@ -34,7 +34,8 @@ from heads.target_model.model import FeatureLayers
 from scripts import capture as script
 from scripts.capture import capture, fast_topk
 from tests.conf.command.test_following import pasted
-from tests.train.parallel.test_launch import ENV, TWO
+from tests.servers import relaying, serving
+from tests.train.runs import ENV, TWO
 from train.loop import evaluation as replay
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_top_k_teacher_and_one_byte_states(
     assert log_probs[~asked].exp().eq(0).all()
 
 
-@pytest.mark.parametrize(("num_tokens", "k"), [(96, 5), (96, 12), (96, 13), (97, 7), (12, 12)])
+@pytest.mark.parametrize(("num_tokens", "k"), [(96, 5), (96, 13), (97, 7), (12, 12)])
 def test_the_largest_are_those_of_topk(num_tokens: int, k: int) -> None:
     logits = torch.rand(50, num_tokens, generator=torch.Generator().manual_seed(0)).round(
         decimals=1
@@ -216,11 +217,8 @@ def killed(action: Callable[[], object], where: ModuleType, name: str, number: i
 @pytest.mark.parametrize(
     ("where", "name", "number"),
     [
-        (os, "fsync", 8),  # the target's ends
         (writer, "memory_of", 12),  # in the middle of the first shard
-        (os, "replace", 3),  # before it gets its name
         (os, "replace", 8),  # between some shard and its index
-        pytest.param(os, "fsync", 40, marks=pytest.mark.slow),  # in some other shard
         (os, "replace", 38),  # the manifest
     ],
 )
@@ -336,13 +334,23 @@ def test_too_small_a_disk_is_refused_before_the_target_is_loaded(
         assert f"  {line}, 0.00 GiB\n" in said
 
 
-def test_other_settings_than_those_of_the_folder_are_refused(whole: Path, inputs: Path) -> None:
-    with pytest.raises(InputError, match=r"contents\.format was 'bf16', is 'int8'; type another"):
-        captured(inputs, whole, format=StateFormat.int8)
-    with pytest.raises(InputError, match=r"another way: seed was 0, is 3"):
-        captured(inputs, whole, seed=3)
-    with pytest.raises(InputError, match=r"target\.dtype was 'float32', is 'bfloat16'"):
-        captured(inputs, whole, dtype=Dtype.bfloat16)
+def test_what_the_folder_or_the_target_does_not_allow_is_refused(
+    whole: Path, inputs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine/file").parent.mkdir()
+    (tmp_path / "mine/file").touch()
+    new = tmp_path / "store"
+    for out_dir, changes, message in (
+        (whole, {"format": StateFormat.int8}, r"format was 'bf16', is 'int8'; type another"),
+        (whole, {"seed": 3}, r"another way: seed was 0, is 3"),
+        (whole, {"dtype": Dtype.bfloat16}, r"target\.dtype was 'float32', is 'bfloat16'"),
+        (tmp_path / "mine", {}, "is not empty and holds no capture"),
+        (tmp_path / "mine/file", {}, "is a file"),
+        (new, {"layers": [1, 5]}, r"layers=\[1, 5\]: .* has hidden states 0\.\.4"),
+        (new, {"layers": [1, 1]}, r"layers=\[1, 1\]: .* has hidden states 0\.\.4"),
+    ):
+        with pytest.raises(InputError, match=message):
+            captured(inputs, out_dir, **changes)
 
 
 def test_answers_that_a_generation_config_would_change_are_another_store(
@@ -369,52 +377,18 @@ def test_what_was_killed_before_it_had_a_plan_is_begun_again(
     assert files(store) == files(whole)
 
 
-def test_a_folder_of_something_else_is_refused(inputs: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").touch()
-    with pytest.raises(InputError, match="is not empty and holds no capture"):
-        captured(inputs, tmp_path)
-    with pytest.raises(InputError, match="is a file"):
-        captured(inputs, tmp_path / "mine.txt")
-
-
-def test_layers_that_the_target_does_not_have_are_refused(inputs: Path, tmp_path: Path) -> None:
-    for layers in ([1, 5], [1, 1]):
-        with pytest.raises(InputError, match=r"layers=\[1, .\]: .* has hidden states 0\.\.4"):
-            captured(inputs, tmp_path / "store", layers=layers)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"top_k": 0}, "top_k=0: must be above 0"),
-        ({"num_replay_prompts": -1}, "num_replay_prompts=-1: must be at least 0"),
-        (
-            {"layers": [], "teacher": TeacherKind.top_k},
-            r"layers=\[\]: teacher=top_k stores no hidden state",
-        ),
-    ],
-)
-def test_settings_are_checked(changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        CaptureRun(**changes)
-
-
-def test_a_quantised_output_head_is_refused(inputs: Path, tmp_path: Path) -> None:
+def test_an_output_head_that_is_no_plain_projection_is_refused(
+    inputs: Path, tmp_path: Path
+) -> None:
     target = load_target(settings(inputs, tmp_path).target, CPU)
+    hook = target.output_head.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    with pytest.raises(InputError, match="is more than a projection"):
+        script.save_embeddings_and_head(target, tmp_path / "target")
+    hook.remove()
     weight = target.output_head.weight.to(torch.int8)
     target.output_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(InputError, match="output head is quantised"):
         target.save(tmp_path / "target")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_output_head_that_is_more_than_a_projection_is_refused(
-    inputs: Path, tmp_path: Path
-) -> None:
-    target = load_target(settings(inputs, tmp_path).target, CPU)
-    target.output_head.register_forward_hook(lambda _module, _inputs, output: output * 2)
-    with pytest.raises(InputError, match="is more than a projection"):
-        script.save_embeddings_and_head(target, tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -429,3 +403,32 @@ def test_the_manifest_says_where_a_store_is_from(whole: Path, inputs: Path) -> N
     assert {"versions", "python", "argv", "git", "config"} <= set(manifest["provenance"])
     for entry in manifest["shards"]:
         assert (whole / f"{entry['name']}.safetensors").stat().st_size == entry["size"]
+
+
+@pytest.mark.parametrize("seen", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_states_may_come_from_an_engine(
+    seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its folder, or over a relay where this machine does not see it."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    inputs = save_inputs(tmp_path / "inputs")
+    whole = captured(inputs, tmp_path / "whole", layers=[1, 2])
+    target = load_target(settings(inputs, tmp_path).target, CPU)
+    with serving(target, tmp_path, [1, 2, NUM_LAYERS]) as server, relaying(server.folder) as relay:
+        config = settings(inputs, tmp_path / "store", layers=[1, 2])
+        config.target.engine = [server.url]
+        if not seen:
+            server.told_folder = Path("/elsewhere") / server.folder.name
+            config.target.relay = [relay.url]
+        # Two sequences in a shard, so that they are asked for together.
+        capture(config, 4 * SHARD_BYTES)
+    store, local = FeatureStore(tmp_path / "store"), FeatureStore(whole)
+    for index in range(len(store.train)):
+        expected = local.train[index]
+        for name, found in store.train[index].items():
+            torch.testing.assert_close(found, expected[name], rtol=2**-7, atol=1e-5)
+    for index in range(2):
+        expected = local.replay.load_sequence(index)
+        assert torch.equal(store.replay.load_sequence(index)["input_ids"], expected["input_ids"])
+    with pytest.raises(InputError, match=r"target\.by_engine was True, is False"):
+        capture(settings(inputs, tmp_path / "store", layers=[1, 2]), 4 * SHARD_BYTES)

@@ -128,12 +128,11 @@ def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
         assert (" tokens/s]" in last, "row/s" in last) == (True, forecasts), last
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_resumed_answers_equal_uninterrupted_ones(
-    temperature: float, target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = chats(tmp_path / "in.jsonl", num_rows=7)
-    settings = {"batch_size": 3, "temperature": temperature}
+    settings = {"batch_size": 3, "temperature": 0.8}
     monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
     clean = run_local(target_path, data, tmp_path / "clean", **settings)
     answer_group = regenerate.iter_group_outcomes
@@ -152,16 +151,10 @@ def test_resumed_answers_equal_uninterrupted_ones(
     # The last row is torn off too.
     path = tmp_path / "out/conversations.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    assert len(rows_in_whole_lines(path)) == 3
+    assert path.read_bytes().count(b"\n") == 3
     assert run_local(target_path, data, tmp_path / "out", **settings) == clean
     monkeypatch.undo()
-    if temperature > 0:
-        other = run_local(target_path, data, tmp_path / "other", **settings, seed=1)
-        assert other != clean
-
-
-def rows_in_whole_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1]
+    assert run_local(target_path, data, tmp_path / "other", **settings, seed=1) != clean
 
 
 def test_rows_that_do_not_fit_the_window(

@@ -159,15 +159,6 @@ def test_what_cannot_be_pruned_is_named(setting, tmp_path, head, changes, messag
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(
-        InputError, match=r"sizes=\[4, 2\]: must be numbers above 0, in rising order"
-    ):
-        PruneRun(sizes=[4, 2])
-    with pytest.raises(InputError, match=r"ranks=\[0\]: must be numbers above 0, in rising order"):
-        PruneRun(ranks=[0])
-
-
 def test_an_earlier_result_is_not_written_over(setting, tmp_path) -> None:
     (tmp_path / "mine").touch()
     with pytest.raises(InputError, match=r"is not an empty folder"):

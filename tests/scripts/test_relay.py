@@ -21,7 +21,6 @@ from safetensors.torch import save, save_file
 
 from conf.errors import InputError
 from conf.settings.scripts import RelayRun
-from conf.settings.target import TargetConfig
 from data.servers import state_files as files
 from data.servers import state_files as relay_client
 from data.servers.http_client import RELAY_TOKEN_VARIABLE
@@ -121,9 +120,6 @@ def test_nobody_without_the_token_is_answered(
     assert KEY not in str(refused.value)
     assert given is None or given not in str(refused.value)
     assert (folder / NAME).exists()
-
-
-def test_the_token_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RELAY_TOKEN_VARIABLE, KEY)
     with relaying(folder, KEY) as server:
         client = RelayFiles(server.url, 5.0)
@@ -203,7 +199,7 @@ def breaking() -> Iterator[str]:
     ("busy", "message"),
     [(False, "ValueError: it ends 20 bytes early"), (True, "HTTP 503: (.|\n)*")],
 )
-@pytest.mark.parametrize("num_broken", [1, 3, 4])
+@pytest.mark.parametrize("num_broken", [3, 4])
 def test_a_relay_that_dies_in_the_middle_of_a_file_or_is_busy(
     num_broken: int, busy: bool, message: str, breaking: str
 ) -> None:
@@ -305,9 +301,14 @@ def test_links_are_not_followed(
     assert not (folder / "link.safetensors").is_symlink()
 
 
-def test_a_write_that_failed_has_a_status_of_its_own(folder: Path) -> None:
-    (folder / NAME).unlink()
+def test_a_write_that_failed_has_a_status_of_its_own_and_so_has_all_but_reading(
+    folder: Path,
+) -> None:
     with relaying(folder) as server:
+        for method in ("POST", "PUT", "HEAD"):
+            assert asked(server, method, f"/{NAME}")[0] == 501
+        assert (folder / NAME).read_bytes() == CONTENT
+        (folder / NAME).unlink()
         assert asked(server, "GET", f"/{NAME}")[0] == 409
 
 
@@ -320,13 +321,6 @@ def test_an_address_of_the_newer_kind(folder: Path) -> None:
     with relaying(folder, host="::1") as server:
         assert server.url == f"http://[::1]:{server.server_port}"
         assert torch.equal(RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS), STATES)
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "HEAD"])
-def test_nothing_else_is_answered(method: str, folder: Path) -> None:
-    with relaying(folder) as server:
-        assert asked(server, method, f"/{NAME}")[0] == 501
-    assert (folder / NAME).read_bytes() == CONTENT
 
 
 def test_health(folder: Path) -> None:
@@ -374,8 +368,6 @@ def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file: cannot be made: File exists"):
         RelayServer(RelayRun(folder=str(tmp_path / "file")), None)
-    with pytest.raises(InputError, match=r"port=70000: must be at most 65535"):
-        RelayRun(folder="x", port=70000)
     with relaying(tmp_path / "new") as server:
         assert (tmp_path / "new").is_dir()
         taken = RelayRun(folder=str(tmp_path), port=server.server_port)
@@ -389,15 +381,6 @@ def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(InputError, match=r"target\.relay=.*: must be like http://10\.0\.0\.5:8100"):
         RelayFiles(url, 5.0)
-
-
-def test_each_server_has_its_relay() -> None:
-    TargetConfig(engine=["http://a/v1", "http://b/v1"], relay=["http://a:8100", "http://b:8100"])
-    for engine in ([], ["http://a/v1", "http://b/v1"]):
-        with pytest.raises(
-            InputError, match=r"target\.relay=\['http://a:8100'\]: must have one URL per server"
-        ):
-            TargetConfig(engine=engine, relay=["http://a:8100"])
 
 
 def test_the_command_says_how_to_use_it_and_ends_with_ctrl_c(folder: Path) -> None:

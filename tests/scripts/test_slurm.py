@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.servers.hidden_states import ServerFeatureLayers
-from tests.train.parallel.test_launch import (
+from tests.train.runs import (
     ENV,
     ROOT,
     arguments,

@@ -9,13 +9,12 @@ import torch
 import torch.distributed.utils as moving
 import torch.nn.functional as F  # noqa: N812
 from exports import config_of
-from feature_heads import BLOCKS, feature_head, fresh, objective_of, settings_of
+from feature_heads import feature_head, fresh, objective_of, settings_of
 from torch import Tensor
 from toys import endless_target, packed, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.blocks import BlockConfig, DFlash2Run, DFlashConfig, DFlashRun
-from conf.settings.eagle import Divergence
+from conf.settings.blocks import BlockConfig, DFlash2Run
 from conf.settings.export import ExportFormat
 from eval.parity.parity_check import check_parity
 from heads.blocks.block_head import default_layers
@@ -23,7 +22,7 @@ from heads.export.writer import compute_reference_tensors, export_head
 from heads.feature_head import choose_mask_token
 from heads.target_model.embeddings_and_output_head import Projection
 from heads.target_model.model import Target
-from train import dflash, dflash2
+from train import dflash2
 from train.batch.batch import (
     NOISE_SEEDS,
     STEP_TARGETS,
@@ -128,7 +127,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (0.5, 3.0)])
-@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_a_low_rank_addition_behind_scale_and_cap(
     scale: float, cap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,10 +292,6 @@ def test_a_mask_token_is_one_that_no_text_uses(target: Target) -> None:
     full.tokenizer = Crowded()
     with pytest.raises(InputError, match=r"no spare token.*=7 \(<repo>\)$"):
         choose_mask_token(full, None)
-    with pytest.raises(InputError, match=r"mask_token_id=17: occurs 1 times"):
-        dflash.main.make_head(DFlashRun(head=DFlashConfig(mask_token_id=17)), target, Data(17))
-    with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising and of 0..3"):
-        dflash.main.make_head(DFlashRun(head=DFlashConfig(layers=[4])), target, Data(1))
 
 
 def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> None:
@@ -315,26 +310,3 @@ def test_a_dflash2_head_repeats_the_scalings_of_its_target(tmp_path: Path) -> No
         head, ExportFormat.vllm, compute_reference_tensors(head, target, 5), tmp_path / "export", {}
     )
     check_parity(tmp_path / "export")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_size": 1}, "head.block_size=1: must be at least 2"),
-        ({"text_weight": 0.0}, "head.text_weight=0.0: every loss has weight 0"),
-        ({"draft_vocab_size": 9}, "head.draft_vocab_size=9: .*set head.own_output_head=true"),
-        ({"off_path_weight": 1.5}, "head.off_path_weight=1.5: must be from 0 to 1"),
-        ({"num_anchors": 0}, "head.num_anchors=0: must be above 0"),
-    ],
-)
-def test_settings_that_make_no_head_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        DFlashConfig(**changes, divergence=Divergence.kl)
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_fresh_weights_are_alike_for_a_seed(target: Target, name: str) -> None:
-    """Whatever else has been drawn, in this process or another."""
-    first, second = (fresh(target, settings_of(name)).state_dict() for _ in range(2))
-    for key, tensor in first.items():
-        assert tensor.equal(second[key]), key

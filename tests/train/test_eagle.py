@@ -4,12 +4,10 @@ import pytest
 import torch
 from toys import eagle_head, endless_target, packed, random_target, texts
 
-from conf.errors import InputError
 from conf.settings.eagle import (
     Divergence,
     EagleConfig,
     EagleForm,
-    EagleRun,
     StepNormalizer,
     TokenNormalizer,
 )
@@ -17,7 +15,7 @@ from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
 from heads.vocab import DraftVocab
 from train.batch.batch import DOCUMENTS, NOISE_SEEDS
-from train.eagle import EagleObjective, compute_step_weights, main
+from train.eagle import EagleObjective, compute_step_weights
 from train.loss.divergences import (
     DistributionPair,
     Softmax,
@@ -47,30 +45,22 @@ def pair(log_p: torch.Tensor, log_q: torch.Tensor) -> DistributionPair:
 
 
 @pytest.mark.parametrize(
-    ("kind", "q", "expected"),
+    ("kind", "of_q", "of_r"),
     [
-        (Divergence.kl, Q, 0.0),
-        (Divergence.kl, R, R_KL),
-        (Divergence.rkl, Q, 0.0),
-        (Divergence.rkl, R, R_KL),  # p and r are one another's mirror image
-        (Divergence.js, Q, 0.0),
-        (Divergence.js, R, R_JS),
-        (Divergence.tv, Q, 1 - ALPHA),
-        (Divergence.tv, R, 1 - R_ALPHA),
-        (Divergence.nla, Q, -log(ALPHA)),
-        (Divergence.nla, R, -log(R_ALPHA)),
-        (Divergence.hybrid, Q, (1 - exp(-3 * ALPHA)) * (1 - ALPHA)),
-        (
-            Divergence.hybrid,
-            R,
-            exp(-3 * R_ALPHA) * R_KL + (1 - exp(-3 * R_ALPHA)) * (1 - R_ALPHA),
-        ),
+        (Divergence.kl, 0.0, R_KL),
+        (Divergence.rkl, 0.0, R_KL),  # p and r are one another's mirror image
+        (Divergence.js, 0.0, R_JS),
+        (Divergence.tv, 1 - ALPHA, 1 - R_ALPHA),
+        (Divergence.nla, -log(ALPHA), -log(R_ALPHA)),
+        (Divergence.hybrid, (1 - exp(-3 * ALPHA)) * (1 - ALPHA),
+         exp(-3 * R_ALPHA) * R_KL + (1 - exp(-3 * R_ALPHA)) * (1 - R_ALPHA)),
     ],
-)
-def test_divergences_by_hand(kind: Divergence, q: torch.Tensor, expected: float) -> None:
-    found = compute_divergence(kind, pair(P, q), eta=3.0, needs_grad=False)
-    assert found.loss.item() == pytest.approx(expected, abs=1e-6)
-    assert found.grad is None
+)  # fmt: skip
+def test_divergences_by_hand(kind: Divergence, of_q: float, of_r: float) -> None:
+    for other, expected in ((Q, of_q), (R, of_r)):
+        found = compute_divergence(kind, pair(P, other), eta=3.0, needs_grad=False)
+        assert found.loss.item() == pytest.approx(expected, abs=1e-6)
+        assert found.grad is None
 
 
 def test_top_k_loss_by_hand() -> None:
@@ -87,21 +77,6 @@ def test_step_weights() -> None:
     assert compute_step_weights(config).tolist() == [1.0, 0.5, 0.25]
     config.step_normalizer = StepNormalizer.mean
     assert compute_step_weights(config).tolist() == pytest.approx([4 / 7, 2 / 7, 1 / 7])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_steps": 0}, r"head\.num_steps=0"),
-        ({"regression_weight": 1.0}, r"head\.regression_weight=1\.0: an EAGLE-3 head"),
-        ({"divergence_weight": 0.0}, r"every loss has weight 0"),
-        ({"noise": -1.0}, r"head\.noise=-1\.0"),
-        ({"form": EagleForm.eagle1, "fc_norm": True}, r"head\.fc_norm=True: .*no such part"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(changes: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        EagleConfig(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +148,7 @@ def literal_sums(
 )
 def test_the_objective_is_the_sum_over_each_tokens_own_chain(setting, form, num_ids, more) -> None:
     target, batch = setting
-    head = eagle_head(target, form, num_ids, num_updates=10, **more)
+    head = eagle_head(target, form, num_ids, num_updates=3, **more)
     config = EagleConfig(form=form, num_steps=4, **more)
     config.regression_weight = 1.0 if form is EagleForm.eagle1 else 0.0
     objective = EagleObjective(head, target, config)
@@ -229,7 +204,7 @@ def test_detached_features_cut_the_gradient_between_steps(setting, detach: bool)
     """With the loss of the second step alone, the first step's output head input is reached
     through its features only."""
     target, batch = setting
-    head = eagle_head(target, EagleForm.eagle1, num_updates=10)
+    head = eagle_head(target, EagleForm.eagle1, num_updates=1)
     config = EagleConfig(form=EagleForm.eagle1, num_steps=2, detach_features=detach)
     objective = EagleObjective(head, target, config)
     whole = torch.autograd.grad(run(objective, batch, 1).total, head.layer.mlp.down_proj.weight)[0]
@@ -270,20 +245,8 @@ def test_a_batch_without_anything_to_learn_reaches_every_parameter(setting) -> N
         assert not parameter.grad.any(), name
 
 
-def test_an_eagle1_head_over_a_quantised_output_head_is_refused() -> None:
-    target = random_target()
-    target.output_head = torch.nn.Module()
-    target.output_head.weight = torch.zeros(96, 64, dtype=torch.int8)
-    data = type(
-        "Packed", (), {"count_token_ids": lambda _, size: torch.ones(size, dtype=torch.int64)}
-    )
-    config = EagleRun(head=EagleConfig(form=EagleForm.eagle1))
-    with pytest.raises(InputError, match="its output head is quantised"):
-        main.make_head(config, target, data())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(Divergence))
+@pytest.mark.parametrize("kind", [Divergence.kl, Divergence.hybrid])
 def test_a_compiled_loss_is_the_same(setting, kind: Divergence) -> None:
     target, batch = setting
     head = eagle_head(target, EagleForm.eagle3, 40, num_updates=1)

@@ -3,21 +3,17 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
-import doors
 import pytest
 from ggufs import save_gguf
-from omegaconf import OmegaConf
-from stores import captured
+from stores import captured, save_chat
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.target import TargetConfig
-from eval import acceptance
-from scripts import push
-from train import medusa
+from tests.train.runs import start
 from train.loop.sources import load_store
 
 RUN = [
@@ -27,27 +23,13 @@ RUN = [
 ]  # fmt: skip
 
 
-def start(script: str, main: Any, *given: str) -> None:
-    """A command in this process."""
-    main(OmegaConf.to_object(doors.COMMANDS[script].compose_settings(list(given))))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two quantisations of a target, and what is said to it."""
     made = tmp_path_factory.mktemp("gguf")
     for kind in ("Q4_1", "Q8_0"):
         save_gguf(made / f"{kind}.gguf", kind)
-    rows: list[dict[str, Any]] = [
-        {
-            "messages": [
-                {"role": "user", "content": f"hello number {n}"},
-                {"role": "assistant", "content": "fine, thanks. " * (1 + n % 4)},
-            ]
-        }
-        for n in range(40)
-    ]
-    (made / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_chat(made / "chat.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSMITH_CACHE", str(made / "cache"))
         patch.setenv("ACCELERATE_USE_CPU", "true")
@@ -56,14 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def train(folder: Path, file: str, *more: str) -> None:
     start(
-        "train/medusa.py", medusa.main, f"target.path={folder}", f"target.gguf_file={file}",
+        "train/medusa.py", f"target.path={folder}", f"target.gguf_file={file}",
         f"data.path={folder / 'chat.jsonl'}", f"out_dir={folder / 'run'}", *RUN, *more,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run_dir(folder: Path) -> Path:
-    train(folder, "Q4_1.gguf", "train.max_steps=2")
+    with (folder / "said").open("w") as said, redirect_stdout(said):
+        train(folder, "Q4_1.gguf", "train.max_steps=2")
     train(folder, "Q4_1.gguf", "train.max_steps=4", "train.resume=auto")
     return folder / "run"
 
@@ -76,10 +59,9 @@ def test_a_run_goes_on_with_the_same_file_alone(run_dir: Path, folder: Path) -> 
 
 
 def test_what_engines_do_not_serve_is_said_before_the_first_step(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, folder: Path
 ) -> None:
-    train(folder, "Q4_1.gguf", "train.max_steps=2", f"out_dir={tmp_path / 'run'}")
-    before, _ = capsys.readouterr().out.split("\nmemory on each device")
+    before, _ = (folder / "said").read_text().split("\nmemory on each device")
     assert (
         "\nvLLM loads Medusa heads up to version 0.32; newer versions have none.\n"
         "TensorRT-LLM loads Medusa heads up to version 1.1; newer versions have none.\n"
@@ -94,7 +76,7 @@ def test_a_head_says_which_weights_it_was_trained_on(run_dir: Path, folder: Path
     assert provenance["target_identity"]["quantization"] == "Q4_1"
     assert len(provenance["target_identity"]["weights"]) == 64
     start(
-        "scripts/push.py", push.main, f"head.path={run_dir / 'head'}", "repo_id=me/head",
+        "scripts/push.py", f"head.path={run_dir / 'head'}", "repo_id=me/head",
         "base_model=me/model", "dry_run=true", f"out_dir={run_dir / 'staged'}",
     )  # fmt: skip
     card = (run_dir / "staged" / "README.md").read_text()
@@ -114,7 +96,7 @@ def test_a_card_links_the_repository_of_a_file(run_dir: Path, tmp_path: Path) ->
     settings["base_model_name_or_path"] = "me/model-GGUF/model-Q4_1.gguf"
     config.write_text(json.dumps(settings))
     start(
-        "scripts/push.py", push.main, f"head.path={tmp_path / 'head'}", "repo_id=me/head",
+        "scripts/push.py", f"head.path={tmp_path / 'head'}", "repo_id=me/head",
         "dry_run=true", f"out_dir={tmp_path / 'staged'}",
     )  # fmt: skip
     card = (tmp_path / "staged" / "README.md").read_text()
@@ -129,11 +111,12 @@ def test_it_is_measured_and_told_apart_from_another_quantisation(
     said = {}
     for kind in ("Q4_1", "Q8_0"):
         start(
-            "eval/acceptance.py", acceptance.main, f"target.path={folder / kind}.gguf",
+            "eval/acceptance.py", f"target.path={folder / kind}.gguf",
             f"head.path={run_dir / 'head'}", f"data.path={folder / 'chat.jsonl'}",
-            "data.num_prompts=2", "max_new_tokens=8", f"out_dir={run_dir / kind}",
+            "data.num_prompts=2", "max_new_tokens=8", "num_turns=2", f"out_dir={run_dir / kind}",
         )  # fmt: skip
         said[kind] = " ".join(capsys.readouterr().err.split())
+    assert "0prompt" not in said["Q4_1"]  # a bar of later turns that no dialogue has
     result = json.loads((run_dir / "Q4_1" / "acceptance.json").read_text())
     assert result["target_identity"]["quantization"] == "Q4_1"
     assert result["tau"] >= 1

@@ -23,11 +23,10 @@ from eval.measure.target_answers import LocalAnswerSource
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from scripts import merge_adapter
-from tests.train.parallel.test_launch import TWO, arguments, inputs, trained
+from tests.train.runs import TWO, arguments, trained
 from train import medusa2
 from train.loop.evaluation import make_heldout_replay, select_heldout_prompts
 
-__all__ = ["inputs"]
 CPU = torch.device("cpu")
 
 
@@ -120,7 +119,7 @@ def test_another_joint_setting_does_not_continue_a_run(
 @pytest.mark.slow
 def test_two_processes_equal_one(straight: Path, inputs: Path, tmp_path: Path) -> None:
     script = [str(Path(medusa2.__file__)), *arguments(inputs, tmp_path / "out")[1:]]
-    more = ["train.micro_batch_size=2", "adapter.rank=4", "adapter.alpha=8"]
+    more = ["adapter.rank=4", "adapter.alpha=8"]
     said = trained([*TWO, *script, *more], tmp_path)
     assert "2 process(es), cpu" in said
     assert "the target's own held-out loss" in said

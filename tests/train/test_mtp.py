@@ -1,10 +1,7 @@
 """`train/mtp.py`: a target's own layer trained on, a fresh one, and what commands take it for."""
 
 import json
-import os
 import shutil
-import signal
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from mtp_targets import saved
-from safetensors.torch import load_file
 from stores import captured, save_inputs, settings
 
 from conf.errors import InputError
@@ -25,10 +21,6 @@ from conf.settings.training import TrainConfig
 from eval import speedup
 from heads.kinds import load_head
 from heads.mtp.mtp import MtpHead
-from tests.train.parallel.test_launch import ROOT, begin, wait_for
-from tests.train.parallel.test_launch import trained as launched
-from tests.train.parallel.test_strategies import launched as write_as_qwen2
-from tests.train.test_eagle_launch import arguments
 from train import mtp
 from train.loop import evaluation as replay
 
@@ -107,12 +99,6 @@ def test_an_indexer_stays_as_it_is(inputs: Path, tmp_path: Path) -> None:
     assert (same, len(kept)) == (kept, 6)
 
 
-def test_no_more_steps_than_a_sequence_has_tokens() -> None:
-    with pytest.raises(InputError, match=r"head\.num_steps=64: too many .*max_length=64 tokens"):
-        MtpRun(head=MtpConfig(num_steps=64), data=DataConfig(max_length=64))
-    MtpRun(head=MtpConfig(num_steps=63), data=DataConfig(max_length=64))
-
-
 def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path, capsys) -> None:
     given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
     online = trained(tmp_path / "online", given.target, deepcopy(given.data), max_steps=8)
@@ -122,37 +108,6 @@ def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path
     store = captured(inputs, tmp_path / "store", layers=[1, 2], **same)
     data = DataConfig(features=str(store))
     assert trained(tmp_path / "offline", TargetConfig(), data, max_steps=8) == online
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["MiMoForCausalLM", "DeepseekV3ForCausalLM"])
-def test_every_layout_equals_one_process_and_a_killed_run_one_that_was_not(
-    architecture: str, inputs: Path, tmp_path: Path
-) -> None:
-    """A plain layer, and one whose experts are not all asked in a step."""
-    saved(tmp_path / "target", architecture)
-    shutil.copy(inputs / "chat.jsonl", tmp_path)
-
-    def command(name: str, *more: str) -> list[str]:
-        own = ("target.dtype=float32", "train.optimizer=adamw", "train.learning_rate=0.001", *more)
-        return [str(ROOT / "train/mtp.py"), *arguments(tmp_path, tmp_path / name, *own)[1:]]
-
-    def weights(name: str) -> dict[str, torch.Tensor]:
-        return load_file(tmp_path / name / "head/model.safetensors")
-
-    alone = [sys.executable]
-    launched([*alone, *command("one")], tmp_path)
-    for layout in ("ddp", "fsdp2", "zero3"):
-        launched([*write_as_qwen2(layout), *command(layout)], tmp_path)
-        for name, found in weights(layout).items():
-            torch.testing.assert_close(found, weights("one")[name], atol=1e-5, rtol=1e-4)
-    process = begin([*alone, *command("killed")], tmp_path)
-    wait_for(tmp_path / "killed/checkpoints/step-000004", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    launched([*alone, *command("killed", "train.resume=auto")], tmp_path)
-    for name, found in weights("killed").items():
-        assert torch.equal(found, weights("one")[name]), name
 
 
 def test_a_targets_own_layer_is_measured_beside_every_other_way(

@@ -25,8 +25,7 @@ ONE_OF_EACH_FOLDER = (
     *(pytest.param(e, marks=pytest.mark.slow) for e in ("eval/acceptance.py", "scripts/export.py")),
 )
 PLAIN = (
-    "scripts/demo.py", "scripts/embedded/make.py", "scripts/bench/predict_gpu.py",
-    "scripts/verify_export.py",
+    "scripts/demo.py", "scripts/embedded/make.py", "scripts/verify_export.py",
 )  # fmt: skip
 OF_PROCESSES = "scripts/quickstart.py"  # starts others; imports nothing of its own
 BENCHES = tuple(f"scripts/bench/{name}.py" for name in ("cpu", "gpu", "measure"))

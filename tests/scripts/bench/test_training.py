@@ -1,12 +1,10 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from devices import on_cuda
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from toys import random_target
+from toys import Watched, random_target
 
 from conf.settings.training import Optimizer
 from heads.target_model.model import Target
@@ -74,28 +72,14 @@ def test_products_are_counted_as_torch_counts_them() -> None:
     assert count_flops(lambda: a @ b) == 2 * 3 * 5 * 7
 
 
-class _Made(TorchDispatchMode):
-    """The largest number of elements of float32 tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype is torch.float32:
-            self.largest = max(self.largest, made.numel())
-        return made
-
-
 def test_a_random_target_is_made_in_its_own_dtype() -> None:
     sizes = RunSizes(hidden=64, layers=2, vocab=256, dtype="bfloat16")
-    with _Made() as made:
+    made: list[torch.Tensor] = []
+    with Watched(lambda _func, _args, found: made.append(found)):
         target = target_of_sizes(sizes, torch.device("cpu"))
     assert {each.dtype for each in target.model.parameters()} == {torch.bfloat16}
-    assert made.largest < 64 * 64  # no weight, only frequencies of positions
+    wide = [e.numel() for e in made if isinstance(e, torch.Tensor) and e.dtype is torch.float32]
+    assert max(wide) < 64 * 64  # no weight, only frequencies of positions
     spread = target.output_head.weight.float().std().item()
     assert spread == pytest.approx(0.02, rel=0.02)
 

@@ -16,7 +16,7 @@ from conf.errors import InputError
 from heads.kinds import load_head
 from scripts.contest import run as report
 from scripts.contest.run import Entrant, list_head_methods
-from tests.train.parallel.test_launch import ENV, wait_for
+from tests.train.runs import ENV, wait_for
 
 RECIPES = [Entrant("medusa", "medusa", ()), Entrant("eagle3_1", "eagle", ("head=eagle3_1",))]
 WAYS = {
@@ -117,20 +117,17 @@ def test_a_contest_ends_with_tables_and_a_head(tmp_path: Path) -> None:
     assert content["methods"]["suffix"]["sizes"]["4"]["measured"] == 500
 
 
-def test_a_report_needs_what_is_measured(tmp_path: Path) -> None:
-    measured(tmp_path)
-    (tmp_path / "speed/speedup.json").unlink()
-    with pytest.raises(
-        InputError, match=r"speedup\.json is missing; run the other parts before report"
-    ):
-        report.write_report(WAYS, tmp_path, 60)
-
-
-def test_heads_of_other_data_do_not_compete(tmp_path: Path) -> None:
+def test_a_report_needs_all_that_is_measured_of_heads_with_the_same_data(tmp_path: Path) -> None:
     measured(tmp_path)
     path = tmp_path / "heads/eagle3_1/head/headsmith.json"
-    path.write_text(path.read_text().replace("900", "901"))
+    same = path.read_text()
+    path.write_text(same.replace("900", "901"))
     with pytest.raises(InputError, match=r"medusa and eagle3_1, .* num_tokens was 900, is 901"):
+        report.write_report(WAYS, tmp_path, 60)
+    path.write_text(same)
+    (tmp_path / "speed/speedup.json").unlink()
+    missing = r"speedup\.json is missing; run the other parts before report"
+    with pytest.raises(InputError, match=missing):
         report.write_report(WAYS, tmp_path, 60)
 
 

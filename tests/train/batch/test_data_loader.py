@@ -1,4 +1,4 @@
-"""Batches come in order, one step ahead, and what goes wrong in the thread is told."""
+"""The sequences of a step; batches in order, one step ahead; what goes wrong in the thread."""
 
 import threading
 import weakref
@@ -10,12 +10,62 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import integers
 from torch import Tensor
 
 from train.batch import data_loader as prefetch
-from train.batch.data_loader import Prefetcher
+from train.batch.data_loader import (
+    Prefetcher,
+    draw_global_batch,
+    hash_seed,
+    split_micro_batches,
+)
 
 CPU = torch.device("cpu")
+few = integers(1, 4)
+
+
+@given(integers(0, 50), few, few, few, integers(1, 30), integers(0, 3))
+def test_a_step_is_the_same_for_any_number_of_processes_and_size_of_micro_batches(
+    step: int, processes: int, micro: int, accumulated: int, size: int, seed: int
+) -> None:
+    batch = draw_global_batch(step, processes * micro * accumulated, size, seed)
+    parts = [split_micro_batches(batch, rank, processes, micro) for rank in range(processes)]
+    assert {len(each) for part in parts for each in part} == {micro}
+    assert {len(part) for part in parts} == {accumulated}
+    assert [number for part in parts for each in part for number in each] == batch
+
+
+@given(integers(1, 12), integers(2, 25), integers(0, 3))
+def test_an_epoch_draws_every_sequence_once_in_an_order_of_its_own(
+    batch_size: int, size: int, seed: int
+) -> None:
+    steps = range(2 * size)  # in all, 2 * batch_size epochs
+    drawn = [i for step in steps for i in draw_global_batch(step, batch_size, size, seed)]
+    epochs = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert size < 9 or epochs[0] != epochs[1]
+
+
+def test_an_epoch_is_permuted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = torch.randperm, []
+
+    def counting(number: int, **named: Any) -> Tensor:
+        made.append(number)
+        return real(number, **named)
+
+    monkeypatch.setattr(torch, "randperm", counting)
+    for step in range(10):  # the middle one lies in both epochs
+        draw_global_batch(step, 4, 21, seed=8)
+        draw_global_batch(step + 1, 4, 21, seed=8)  # the feed is a step ahead
+    assert made == [21, 21, 21]
+
+
+def test_seeds_of_draws_are_a_specified_hash_of_their_numbers() -> None:
+    """`printf '7 12 5' | b2sum -l 64`, without the last bit."""
+    assert hash_seed(0, 0, 0) == 0x6BC5B0BB356026A2 // 2
+    assert hash_seed(7, 12, 5) == 0xFA7381A2272F7FC1 // 2
 
 
 def load(step: int, number: int = 2) -> list[dict[str, Tensor]]:

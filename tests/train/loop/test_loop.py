@@ -129,7 +129,10 @@ def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: 
 
 
 def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
-    outcome = fit(tmp_path, settings(), evaluate=lambda head: {"tau": 1.5, "tau_prompts": 3})
+    # With nothing there, `auto` begins.
+    outcome = fit(
+        tmp_path, settings(resume="auto"), evaluate=lambda head: {"tau": 1.5, "tau_prompts": 3}
+    )
     assert outcome.finished
     assert outcome.evaluation["eval/tau"] == 1.5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
@@ -166,10 +169,11 @@ def test_every_sequence_of_every_step_has_noise_of_its_own(tmp_path: Path) -> No
     assert drawn[0][:4] == [schedule.hash_seed(0, 0, index) for index in first]
 
 
-def test_steps_are_adamws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_are_adamws_however_a_batch_is_cut(tmp_path: Path, size: int) -> None:
     """Three of torch, each on the mean over the supervised tokens of all four sequences."""
     changes = {"adam_beta2": 0.5, "weight_decay": 0.1, "max_grad_norm": None}
-    config = settings(max_steps=3, schedule=Schedule.constant, **changes)
+    config = settings(max_steps=3, schedule=Schedule.constant, micro_batch_size=size, **changes)
     fit(tmp_path, config)
     head, data, losses = ToyHead(), rows(7), []
     adamw = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.5), weight_decay=0.1)
@@ -186,14 +190,6 @@ def test_steps_are_adamws(tmp_path: Path) -> None:
     assert found == pytest.approx(losses, rel=1e-5)
     for name, parameter in head.state_dict().items():
         assert weights(tmp_path)[name] == pytest.approx(parameter.flatten().tolist(), rel=1e-4)
-
-
-def test_accumulation_does_not_change_the_run(tmp_path: Path) -> None:
-    for size in (1, 2, 4):
-        fit(tmp_path / str(size), settings(micro_batch_size=size))
-    for size in ("1", "2"):
-        for name, expected in weights(tmp_path / "4").items():
-            assert weights(tmp_path / size)[name] == pytest.approx(expected, abs=1e-6)
 
 
 def test_sigterm_saves_and_resuming_equals_never_having_stopped(
@@ -310,10 +306,6 @@ def test_damaged_newest_checkpoint_still_gives_the_same_weights(
     assert [line["step"] for line in lines(tmp_path)] == [line["step"] for line in log]
 
 
-def test_resume_auto_with_nothing_there_starts_fresh(tmp_path: Path) -> None:
-    assert fit(tmp_path / "new", settings(resume="auto")).step == 6
-
-
 def test_resuming_on_other_data_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, settings())
     with pytest.raises(InputError, match="packed sequences was 7, is 5"):
@@ -340,7 +332,7 @@ def test_accuracies_are_told_by_position(tmp_path: Path, monkeypatch: pytest.Mon
         assert found[f"eval/{name}/top1_d1"] == pytest.approx(float(share))
 
 
-@pytest.mark.parametrize("error", [RuntimeError, InputError, KeyError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("error", [InputError, torch.OutOfMemoryError])
 def test_an_evaluation_that_fails_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[Exception]
 ) -> None:
@@ -365,18 +357,17 @@ def test_an_evaluation_that_fails_loses_nothing(
     assert capsys.readouterr().out.endswith("head; its last evaluation failed, see above\n")
 
 
-@pytest.mark.parametrize(
-    ("eval_path", "prompts"),
-    [(None, "1 prompt held out of data.path"), ("held.jsonl", "16 prompts of data.eval_path")],
-)
 def test_the_end_names_the_prompts_of_its_tau(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], eval_path: str | None, prompts: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = {"eval/tau": 1.5, "eval/tau_prompts": float(prompts.split(maxsplit=1)[0])}
-    command.print_end(Outcome(True, 3, figures), tmp_path, eval_path)
-    assert (
-        capsys.readouterr().out == f"head saved to {tmp_path}/head, tau 1.50 on {prompts} (chain)\n"
-    )
+    for eval_path, count, prompts in (
+        (None, 1.0, "1 prompt held out of data.path"),
+        ("held.jsonl", 16.0, "16 prompts of data.eval_path"),
+    ):
+        figures = {"eval/tau": 1.5, "eval/tau_prompts": count}
+        command.print_end(Outcome(True, 3, figures), tmp_path, eval_path)
+        said = f"head saved to {tmp_path}/head, tau 1.50 on {prompts} (chain)\n"
+        assert capsys.readouterr().out == said
 
 
 def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Sequences whose loss is not finite: left out, counted, remembered, and few."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,14 +10,11 @@ from torch import Tensor
 
 from conf.errors import InputError
 from tests.train.loop.test_loop import ToyObjective, fit, lines, rows, settings, weights
-from tests.train.parallel.test_launch import ROOT, TWO, arguments, curve, inputs, trained
-from tests.train.parallel.test_strategies import assert_same_run
 from train.batch import data_loader as schedule
 from train.batch.batch import Batch
 from train.batch.data_loader import SkippedSequences
 from train.loss.fused_linear import LossSums
 
-__all__ = ["inputs"]
 BAD = 5
 
 
@@ -45,7 +41,7 @@ def skipped(checkpoint: Path) -> list[int]:
     return json.loads((checkpoint / "state.json").read_text())["skipped"]
 
 
-@pytest.mark.parametrize(("value", "size"), [(torch.nan, 1), (torch.nan, 2), (torch.inf, 2)])
+@pytest.mark.parametrize(("value", "size"), [(torch.nan, 1), (torch.inf, 2)])
 def test_a_run_goes_on_as_if_it_were_padding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float, size: int
 ) -> None:
@@ -198,17 +194,3 @@ def test_padding_takes_the_place_of_everything() -> None:
     assert found["hidden_states"][1].tolist() == [[0.0], [0.0]]
     assert found["hidden_states"][0].isnan().all()
     assert batch["input_ids"].tolist() == [[1, 2], [3, 4]]
-
-
-@pytest.mark.slow
-def test_two_processes_leave_out_what_one_does(inputs: Path, tmp_path: Path) -> None:
-    fault = [str(ROOT / "tests/launched_fault.py"), "spoiled-sequences"]
-    _, *given = arguments(inputs, tmp_path / "one", "train.micro_batch_size=2")
-    said = trained([sys.executable, *fault, *given], tmp_path)
-    assert "is not finite" in said
-    given[given.index(f"out_dir={tmp_path / 'one'}")] = f"out_dir={tmp_path / 'two'}"
-    assert "is not finite" in trained([*TWO, *fault, *given], tmp_path)
-    assert_same_run(tmp_path / "two", tmp_path / "one")
-    name = "train/skipped_sequences"
-    assert curve(tmp_path / "two", name) == curve(tmp_path / "one", name)
-    assert curve(tmp_path / "two", name)[-1] > 0

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from toys import noisy_head, random_target, texts, tokenizer
 
 from conf.errors import InputError
-from conf.settings.medusa import MedusaRun
 from conf.settings.training import RolloutConfig
 from data.prepared.packing import PackedDataset
 from data.servers.http_client import Endpoint
@@ -215,17 +214,6 @@ def test_a_server_answers_as_the_generation_config_says(
         monkeypatch.setattr(target, "logits_processing", {"no_repeat_ngram_size": 2})
         with pytest.raises(InputError, match=r"rollout\.endpoint=http.*no_repeat_ngram_size=2"):
             answered(made, 2)
-
-
-def test_settings_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rollout\.steps=0: must be above 0"):
-        RolloutConfig(steps=0)
-    run = MedusaRun()
-    run.data.features = "features"
-    with pytest.raises(
-        InputError, match=r"rollout\.steps=5: the target must answer during training"
-    ):
-        replace(run, rollout=RolloutConfig(steps=5))
 
 
 def test_a_run_goes_on_wherever_its_target_is_served() -> None:

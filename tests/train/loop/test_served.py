@@ -1,38 +1,45 @@
 """Training from the states of serving engines: the weights of training with the target itself."""
 
 import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from stores import NUM_LAYERS, save_inputs
+from toys import Clock, random_target, texts
 
 from conf.errors import InputError
 from conf.settings.blocks import DFlashConfig, DFlashRun
 from conf.settings.data import DataConfig
 from conf.settings.eagle import EagleConfig, EagleRun
-from conf.settings.measure import AcceptanceRun
-from conf.settings.medusa import Medusa2Run, MedusaConfig, MedusaRun
+from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import RolloutConfig, TrainConfig
+from data.prepared.packing import PackedDataset
 from data.servers import http_client as endpoint
 from data.servers import state_files as files
+from data.templates.record_encoder import Sample
 from eval.measure import engine_answers as engines
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_target, load_target_tokenizer
 from tests.servers import EngineServer, Fault, relaying, serving
-from tests.train.parallel.test_launch import TWO, arguments, begin, wait_for
-from tests.train.parallel.test_launch import trained as launched
+from tests.train.runs import ONE, TWO, arguments, kill_at
+from tests.train.runs import trained as launched
 from train import dflash, eagle, medusa
 from train.loop import evaluation as replay
+from train.loop.sources import (
+    WaitTimer,
+    count_prefetch_steps,
+    find_longest_document,
+    format_server_balance,
+)
 
 RUNS: dict[str, tuple[Any, Any]] = {
     "medusa": (medusa, MedusaRun(head=MedusaConfig(num_heads=2))),
@@ -76,8 +83,8 @@ def trained(
     """The weights of a short run."""
     module, usual = RUNS[kind]
     usual_train: dict[str, Any] = {
-        "max_steps": 6, "batch_size": 2, "warmup_steps": 0, "log_steps": 1, "num_eval_sequences": 2,
-        "num_replay_prompts": 2, "learning_rate": 1e-2, "adam_learning_rate": 1e-2,
+        "max_steps": 4, "batch_size": 2, "warmup_steps": 0, "log_steps": 1, "num_eval_sequences": 2,
+        "num_replay_prompts": 1, "learning_rate": 1e-2, "adam_learning_rate": 1e-2,
     }  # fmt: skip
     train = TrainConfig(**usual_train | changes)
     target = TargetConfig(
@@ -112,11 +119,15 @@ def last(out_dir: Path, name: str) -> float:
 def test_heads_learn_the_same_from_engines(
     kind: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Two, whose folders are seen by their relays alone."""
     expected = trained(kind, inputs, tmp_path / "here", [])
     with ExitStack() as stack:
         servers = [served(inputs, tmp_path / name, kind) for name in "ab"]
         urls = [stack.enter_context(each).url for each in servers]
-        found = trained(kind, inputs, tmp_path / "served", urls)
+        relays = [stack.enter_context(relaying(each.folder)).url for each in servers]
+        for each in servers:
+            each.told_folder = Path("/elsewhere") / each.folder.name
+        found = trained(kind, inputs, tmp_path / "served", urls, relays=relays)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
     for name in ("eval/loss", "eval/tau"):
@@ -175,8 +186,8 @@ def test_a_fault_that_passes_changes_nothing(
     if fault in REFUSED:
         server.fault_for = lambda _: REFUSED[fault] if due() else None
     elif fault == "hangs":
-        monkeypatch.setattr(engines, "TIMEOUT_S", 1.0)
-        server.change = lambda _: time.sleep(2.0) if due() else None
+        monkeypatch.setattr(engines, "TIMEOUT_S", 2.0)
+        server.change = lambda _: time.sleep(2.5) if due() else None
     else:
         server.change = lambda tensors: SPOILT[fault](tensors) if due() else None
     with server:
@@ -191,18 +202,6 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("undisturbed")
     with served(inputs, folder / "a", "medusa") as server:
         return trained("medusa", inputs, folder / "out", [server.url])
-
-
-def test_a_relay_changes_nothing(
-    inputs: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
-    server = served(inputs, tmp_path / "a", "medusa")
-    server.told_folder = Path("/elsewhere") / server.folder.name
-    with server, relaying(server.folder) as relay:
-        found = trained("medusa", inputs, tmp_path / "out", [server.url], relays=[relay.url])
-    assert list(server.folder.iterdir()) == []
-    for name, tensor in undisturbed.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def test_a_server_that_dies_ends_the_run_with_its_reason(inputs: Path, tmp_path: Path) -> None:
@@ -231,18 +230,10 @@ def test_a_document_that_is_lost_is_not_learnt_from(
     assert " is left out (number 1 of this run): target.engine=http" in capsys.readouterr().out
 
 
-def test_what_needs_the_layers_here_is_refused(inputs: Path, tmp_path: Path) -> None:
-    target = TargetConfig(path=str(inputs / "target"), engine=["http://localhost:1/v1"])
-    with pytest.raises(InputError, match="already holds the states that the engine would give"):
-        MedusaRun(target=target, data=DataConfig(features="store"))
-    with pytest.raises(InputError, match="this command trains the target's layers"):
-        Medusa2Run(target=target)
-    with pytest.raises(InputError, match=r"names an adapter .*target\.engine is empty"):
-        TargetConfig(path=str(inputs / "target"), adapter_name="tuned")
-    target = TargetConfig(path=str(inputs / "target"), adapter_name="tuned", engine=target.engine)
+def test_an_adapter_of_the_server_is_part_of_the_target(inputs: Path) -> None:
+    engine = ["http://localhost:1/v1"]
+    target = TargetConfig(path=str(inputs / "target"), adapter_name="tuned", engine=engine)
     assert identify_target(target, load_target_tokenizer(target), torch.float32).adapter == "tuned"
-    run = AcceptanceRun(target=target, out_dir=str(tmp_path / "out"))
-    run.head.path = str(inputs / "target")
     with pytest.raises(InputError, match="runs the target in its own process"):
         load_target(target, torch.device("cpu"))
 
@@ -262,14 +253,53 @@ def test_two_trainers_and_two_servers_equal_one_of_each_and_a_killed_trainer_goe
     with ExitStack() as stack:
         servers = [served(inputs, tmp_path / name, "medusa") for name in "ab"]
         urls = [stack.enter_context(each).url for each in servers]
-        alone = [sys.executable]
-        launched([*alone, *command("one", urls[:1])], tmp_path)
+        launched([*ONE, *command("one", urls[:1])], tmp_path)
         launched([*TWO, *command("two", urls)], tmp_path)
-        process = begin([*alone, *command("killed", urls)], tmp_path)
-        wait_for(tmp_path / "killed/checkpoints/step-000004", process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        launched([*alone, *command("killed", urls, "train.resume=auto")], tmp_path)
+        killed = [*ONE, *command("killed", urls, "train.resume=auto")]
+        kill_at(tmp_path / "killed/checkpoints/step-000004", killed, tmp_path)
+        launched(killed, tmp_path)
     for name, expected in weights("one").items():
         torch.testing.assert_close(weights("two")[name], expected, atol=1e-5, rtol=1e-4)
         assert torch.equal(weights("killed")[name], expected), name
+
+
+# --- Which of two sides waits.
+
+
+def test_the_share_is_of_the_time_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("conf.command.clock.time", clock)
+    waiting = WaitTimer()
+    for waits_s, works_s, expected in ((0.3, 0.1, 0.75), (0.0, 0.2, 0.0)):
+        with waiting.measure_wait():
+            clock.now += waits_s
+        clock.now += works_s
+        assert waiting.pop_wait_fraction() == pytest.approx(expected)
+    assert waiting.num_looks == 2
+
+
+def test_the_side_that_waits_is_named() -> None:
+    assert format_server_balance(0.6).endswith(
+        "60% of the time; 2.5 times as many servers in target.engine would keep it busy"
+    )
+    assert "the servers keep up" in format_server_balance(0.04)
+
+
+@pytest.mark.parametrize(("processes", "steps"), [("1", 3), ("2", 1), ("64", 1)])
+def test_as_many_steps_are_asked_for_as_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, processes: str, steps: int
+) -> None:
+    """A step of 1,000 tokens of 2 layers of 64 numbers takes 512,000 bytes."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * 1_600_000))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    pool = SimpleNamespace(taps=SimpleNamespace(layers=(1, 2), hidden_size=64))
+    assert count_prefetch_steps(pool, 1000) == steps  # type: ignore[arg-type]
+
+
+def test_the_longest_document_is_of_any_sequence() -> None:
+    target = random_target()
+    samples = [Sample(text, [True] * len(text)) for text in texts(target, 3, 5)]
+    samples += [Sample(text, [True] * len(text)) for text in texts(target, 1, 19)]
+    rows = PackedDataset(samples, 24, seed=0)
+    longest = max(int(torch.bincount(row["document_ids"] + 1)[1:].max()) for row in rows)
+    assert len(find_longest_document(rows)) == longest

@@ -4,7 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,20 @@ from stores import captured, save_inputs, settings
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig, RowsConfig, StateFormat, TeacherKind
+from conf.settings.data import DataConfig, RowsConfig, TeacherKind
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
 from conf.settings.medusa import MedusaRun
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
-from conf.settings.training import RolloutConfig, TrainConfig
+from conf.settings.training import TrainConfig
 from data.features.store_reader import StoredDataset
 from eval.measure.target_answers import LocalAnswerSource
 from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
 from heads.medusa import MedusaHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.load import load_target
+from heads.target_model.identity import identify_target
+from heads.target_model.load import load_target, load_target_tokenizer
 from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
 from scripts import regenerate
@@ -38,10 +40,17 @@ from train.loop import loop, sources
 from train.loop.command import TrainingCommand
 from train.loop.evaluation import make_heldout_replay, make_stored_replay
 from train.loop.loop import Outcome, TrainingJob
-from train.loop.sources import check_feature_layers, load_embeddings_and_head, load_store
+from train.loop.sources import (
+    check_feature_layers,
+    format_authorship,
+    load_embeddings_and_head,
+    load_store,
+)
 from train.objective import Objective
 
 CPU = torch.device("cpu")
+AS_TRAINED: dict[str, Any] = {"dtype": Dtype.bfloat16, "micro_batch_size": 1}
+"""A capture reads one sequence at a time, as training does."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,16 +67,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return captured(inputs, tmp_path_factory.mktemp("store") / "hidden", dtype=Dtype.bfloat16)
+    return captured(inputs, tmp_path_factory.mktemp("store") / "hidden", **AS_TRAINED)
 
 
 @pytest.fixture(scope="module")
 def top_k(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Without last hidden states."""
-    return captured(
-        inputs, tmp_path_factory.mktemp("store") / "top_k", dtype=Dtype.bfloat16,
-        teacher=TeacherKind.top_k,
-    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("store") / "top_k"
+    return captured(inputs, folder, **AS_TRAINED, teacher=TeacherKind.top_k)
 
 
 def open_with(store: Path, target: dict[str, Any] | None = None, **data: Any) -> None:
@@ -81,33 +88,25 @@ def test_what_agrees_with_the_store_may_be_said_again(store: Path, inputs: Path)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("target", "data", "message"),
     [
-        ({"max_length": 64}, r"data\.max_length=64: .*captured with data\.max_length=128"),
-        ({"path": "other.jsonl"}, r"data\.path=other\.jsonl: .*captured with data\.path=.*chat"),
-        ({"num_prompts": 3}, r"data\.num_prompts=3: .*data\.num_prompts=None; leave it unset"),
+        ({}, {"max_length": 64}, r"data\.max_length=64: .*captured with data\.max_length=128"),
+        (
+            {},
+            {"path": "other.jsonl"},
+            r"data\.path=other\.jsonl: .*captured with data\.path=.*chat",
+        ),
+        ({}, {"num_prompts": 3}, r"data\.num_prompts=3: .*data\.num_prompts=None; leave it unset"),
+        ({"dtype": Dtype.float32}, {}, r"target\.dtype=float32: .* captured in bfloat16"),
+        ({"adapter": "lora"}, {}, r"target\.adapter=lora: .* captured with target\.adapter=None"),
+        ({"revision": "v2"}, {}, r"target\.revision=v2: .* captured with target\.revision=None"),
     ],
 )
-def test_settings_of_the_data_that_contradict_the_store(
-    store: Path, data: dict, message: str
+def test_settings_that_contradict_the_store(
+    store: Path, target: dict, data: dict, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        open_with(store, **data)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ({"dtype": Dtype.float32}, r"target\.dtype=float32: .* captured in bfloat16"),
-        ({"adapter": "lora"}, r"target\.adapter=lora: .* captured with target\.adapter=None"),
-        ({"revision": "v2"}, r"target\.revision=v2: .* captured with target\.revision=None"),
-    ],
-)
-def test_settings_of_the_target_that_contradict_the_store(
-    store: Path, target: dict, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        open_with(store, target)
+        open_with(store, target, **data)
 
 
 def change_config(folder: Path) -> None:
@@ -149,13 +148,10 @@ def test_another_target_is_refused(
         open_with(store, {"path": str(tmp_path / "copy")})
 
 
-def test_an_adapter_that_is_not_there_is_refused(store: Path, inputs: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_is_refused(store: Path, inputs: Path, tmp_path: Path) -> None:
     target = {"path": str(inputs / "target"), "adapter": str(tmp_path)}
     with pytest.raises(InputError, match=rf"target\.adapter={tmp_path}: .*adapter_config\.json"):
         open_with(store, target)
-
-
-def test_a_store_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"data\.features={tmp_path}: manifest"):
         open_with(tmp_path)
 
@@ -271,60 +267,45 @@ def test_tau_from_a_store_is_that_of_the_target(
     assert len(make_stored_replay(ends, opened.replay, 1, 3, FeatureLayers((1,))).prompts) == 1
 
 
-def test_heads_are_trained_from_stores(inputs: Path, tmp_path: Path) -> None:
-    settled = {"max_steps": 3, "batch_size": 2, "warmup_steps": 1, "num_eval_sequences": 2}
-    common = {"train": TrainConfig(**settled, num_replay_prompts=1)}
-    form = {"format": StateFormat.int8, "num_replay_prompts": 1}
-    hidden = captured(inputs, tmp_path / "hidden", **form)
-    medusa.main(
-        MedusaRun(data=DataConfig(features=str(hidden)), out_dir=str(tmp_path / "medusa"), **common)
-    )
-    top_k = captured(inputs, tmp_path / "top_k", teacher=TeacherKind.top_k, **form)
-    eagle.main(
-        EagleRun(data=DataConfig(features=str(top_k)), out_dir=str(tmp_path / "eagle"), **common)
-    )
-    for name, store, depth in (("medusa", hidden, 4), ("eagle", top_k, 7)):
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        opened = load_store(DataConfig(features=str(store)), TargetConfig())
-        ends = load_embeddings_and_head(opened, CPU)
-        head = load_head(str(tmp_path / name / "head")).attach(ends).eval()
-        replay = make_stored_replay(ends, opened.replay, 1, depth, head.taps)
-        assert json.loads(lines[-1])["eval/tau"] == pytest.approx(replay(head)["tau"])
-
-
 def curve(config: MedusaRun | EagleRun) -> list[float]:
-    """Losses of a run, trained and held out."""
+    """Losses of a run, trained and held out, and its tau."""
     entry = medusa if isinstance(config, MedusaRun) else eagle
     config.train = TrainConfig(
-        max_steps=4, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
-        num_replay_prompts=0, learning_rate=1e-2,
+        max_steps=3, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
+        num_replay_prompts=1, learning_rate=1e-2,
     )  # fmt: skip
     entry.main(config)
     lines = (Path(config.out_dir) / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
-    return [line.get("train/loss", line.get("eval/loss")) for line in found]
+    return [
+        *(line.get("train/loss", line.get("eval/loss")) for line in found),
+        found[-1]["eval/tau"],
+    ]
 
 
-@pytest.mark.parametrize(
-    ("run", "formats"), [(MedusaRun, [StateFormat.bf16]), (EagleRun, StateFormat)]
-)
+def from_store(run: Any, store: Path, out_dir: Path) -> list[float]:
+    return curve(run(data=DataConfig(features=str(store)), out_dir=str(out_dir)))
+
+
+def with_target(run: Any, inputs: Path, out_dir: Path) -> list[float]:
+    given = settings(inputs, out_dir, dtype=Dtype.bfloat16)
+    return curve(run(target=given.target, data=given.data, out_dir=str(out_dir)))
+
+
 def test_losses_from_a_store_are_those_with_the_target(
-    run: Any, formats: Iterable[StateFormat], inputs: Path, tmp_path: Path
+    store: Path, top_k: Path, inputs: Path, tmp_path: Path
 ) -> None:
-    """bf16: equal; one byte: within 4% of the loss on this target, which drafts are learnt too."""
-    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
-    online = curve(run(target=given.target, data=given.data, out_dir=str(tmp_path / "online")))
-    assert len(online) == 5
-    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 0}
-    for kind in formats:
-        store = captured(inputs, tmp_path / kind.value, format=kind, **same)
-        data, out_dir = DataConfig(features=str(store)), tmp_path / f"from-{kind.value}"
-        offline = curve(run(data=data, out_dir=str(out_dir)))
-        if kind is StateFormat.bf16:
-            assert offline == online
-        else:
-            assert offline == pytest.approx(online, rel=0.04)
-            assert offline != online
+    """A byte a number is near: `tests/heads/test_kinds.py`."""
+    for run in (MedusaRun, EagleRun):
+        online = with_target(run, inputs, tmp_path / f"{run.__name__}-online")
+        assert len(online) == 5
+        assert from_store(run, store, tmp_path / f"{run.__name__}-store") == online
+    *_, tau = from_store(EagleRun, top_k, tmp_path / "from-top-k")
+    opened = load_store(DataConfig(features=str(top_k)), TargetConfig())
+    ends = load_embeddings_and_head(opened, CPU)
+    head = load_head(str(tmp_path / "from-top-k/head")).attach(ends).eval()
+    replay = make_stored_replay(ends, opened.replay, 1, 7, head.taps)
+    assert tau == pytest.approx(replay(head)["tau"])
 
 
 @pytest.mark.parametrize(
@@ -333,11 +314,9 @@ def test_losses_from_a_store_are_those_with_the_target(
 )
 def test_sinks_and_states_change_nothing_about_that(family: str, tmp_path: Path) -> None:
     inputs = save_inputs(tmp_path, family)
-    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
-    online = curve(EagleRun(target=given.target, data=given.data, out_dir=str(tmp_path / "online")))
-    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 0}
-    data = DataConfig(features=str(captured(inputs, tmp_path / "store", **same)))
-    assert curve(EagleRun(data=data, out_dir=str(tmp_path / "offline"))) == online
+    online = with_target(EagleRun, inputs, tmp_path / "online")
+    store = captured(inputs, tmp_path / "store", **AS_TRAINED)
+    assert from_store(EagleRun, store, tmp_path / "offline") == online
 
 
 def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
@@ -401,57 +380,38 @@ def test_a_target_from_the_hub_is_known_by_its_commit(inputs: Path, tmp_path: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_and_its_head_say_who_wrote_the_answers(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train = TrainConfig(
-        max_steps=1, batch_size=2, warmup_steps=0, num_eval_sequences=1, num_replay_prompts=0
-    )
-    said: dict[str, list[str]] = {}
+def test_a_run_and_its_head_say_who_wrote_the_answers(inputs: Path, tmp_path: Path) -> None:
+    config = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32)
+    identity = identify_target(config, load_target_tokenizer(config), torch.float32)
+    others, own = inputs / "chat.jsonl", tmp_path / "own/conversations.jsonl"
 
-    def run(name: str, path: Path, **more: Any) -> None:
-        target = TargetConfig(path=str(inputs / "target"), dtype=Dtype.float32)
-        data = DataConfig(path=str(path), max_length=128, eval_fraction=0.2)
-        out_dir = str(tmp_path / f"run-{name}")
-        medusa.main(MedusaRun(target=target, data=data, out_dir=out_dir, train=train, **more))
-        lines = capsys.readouterr().out.splitlines()
-        said[name] = [line for line in lines if line.startswith("answers")]
-        about = json.loads(Path(f"{out_dir}/head/headsmith.json").read_text())["about_head"]
-        assert [about[0]] == [line for line in lines if line.startswith("training: ")]
-        assert about[1:3] == [
-            *said[name],
-            *(line for line in lines if line.startswith("tokens to")),
-        ]
+    def said(path: Path) -> str:
+        (line,) = format_authorship(str(path), identity)
+        return line.removeprefix("answers of data.path: ")
 
-    others = inputs / "chat.jsonl"
-    run("others", others)
-    assert said["others"] == [
-        "answers of data.path: no record says that the target wrote them, and heads learn less "
-        "from others' words (docs/data.md); to have them written: python scripts/regenerate.py "
+    assert said(others) == (
+        "no record says that the target wrote them, and heads learn less from others' words "
+        "(docs/data.md); to have them written: python scripts/regenerate.py "
         f"data.path={others} target.path={inputs}/target"
-    ]
-    run("rollouts", others, rollout=RolloutConfig(steps=1, max_new_tokens=4))
-    own = RegenerateRun(
-        target=TargetConfig(path=str(inputs / "target"), dtype=Dtype.bfloat16),
-        data=RowsConfig(path=str(others), num_prompts=8),
-        max_new_tokens=8, out_dir=str(tmp_path / "own"),
+    )
+    regenerate.main(
+        RegenerateRun(
+            target=replace(config, dtype=Dtype.bfloat16),  # another dtype: still its own words
+            data=RowsConfig(path=str(others), num_prompts=4),
+            max_new_tokens=4, out_dir=str(tmp_path / "own"),
+        )
     )  # fmt: skip
-    regenerate.main(own)
-    run("own", tmp_path / "own/conversations.jsonl")  # in another dtype: still its own words
-    run("folder", tmp_path / "own")
-    manifest = tmp_path / "own/manifest.json"
+    assert said(own) == said(own.parent) == "the target wrote them"
+    (tmp_path / "ids.jsonl").write_bytes(own.read_bytes())
+    assert said(tmp_path / "ids.jsonl") == "a model wrote them, whose token ids stand beside them"
+    manifest = own.with_name("manifest.json")
     facts = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(facts | {"target.weights": "0" * 64}))
-    run("another's", tmp_path / "own/conversations.jsonl")
-    (tmp_path / "ids.jsonl").write_bytes((tmp_path / "own/conversations.jsonl").read_bytes())
-    run("ids", tmp_path / "ids.jsonl")
-    assert said["own"] == said["folder"] == ["answers of data.path: the target wrote them"]
-    assert said["rollouts"] == ["answers: the target writes them while it trains (rollout.steps)"]
-    assert said["ids"] == [
-        "answers of data.path: a model wrote them, whose token ids stand beside them"
-    ]
+    assert "another target wrote them (target.weights was 000000000000, is " in said(own)
     manifest.write_text(json.dumps({"source": "endpoint", "model": "me/toy"}))
-    run("server's", tmp_path / "own/conversations.jsonl")
-    assert said["server's"] == ["answers of data.path: me/toy wrote them, on a server"]
-    (line,) = said["another's"]
-    assert "another target wrote them (target.weights was 000000000000, is " in line
+    assert said(own) == "me/toy wrote them, on a server"
+    with_target(MedusaRun, inputs, tmp_path / "run")
+    about = json.loads((tmp_path / "run/head/headsmith.json").read_text())["about_head"]
+    assert about[0].startswith("training: 3 steps of ")
+    assert about[1] == format_authorship(str(others), identity)[0]
+    assert about[2].startswith("tokens to learn from: ")

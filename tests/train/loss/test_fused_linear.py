@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from toys import random_target
+from toys import Watched, random_target
 
 from conf.settings.eagle import Divergence, EagleConfig
 from heads.target_model.embeddings_and_output_head import Projection
@@ -298,20 +297,10 @@ def test_slices_are_few_and_alike() -> None:
     assert [fused.count_fitting_rows(num_bytes, 3) for num_bytes in (1, 3, 11)] == [1, 1, 3]
 
 
-class _Added(TorchDispatchMode):
-    """Numbers that in-place additions add."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_added: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        if func is torch.ops.aten.add_.Tensor:
-            other = args[1]
-            self.num_added.append(other._nnz() if other.is_sparse else other.numel())
-        return func(*args, **(kwargs or {}))
+def added_by(func: Any, args: Any) -> list[int]:
+    if func is not torch.ops.aten.add_.Tensor:
+        return []
+    return [args[1]._nnz() if args[1].is_sparse else args[1].numel()]
 
 
 def test_a_backward_pass_only_tells_that_a_projections_gradient_is_there() -> None:
@@ -322,9 +311,10 @@ def test_a_backward_pass_only_tells_that_a_projections_gradient_is_there() -> No
         total, _ = compute_fused_loss(
             [part], build_text_teacher(torch.arange(NUM_ROWS)), text_criterion
         )
-        with _Added() as added:
+        added: list[int] = []  # numbers, by the in-place additions of this pass
+        with Watched(lambda func, args, _, added=added: added.extend(added_by(func, args))):
             total.backward()
-    assert added.num_added == [hidden.numel(), 0]
+    assert added == [hidden.numel(), 0]
     torch.testing.assert_close(hooked[1], 2 * hooked[0])
 
 
@@ -449,21 +439,9 @@ def test_bfloat16_is_near_float32_and_gradients_have_their_tensors_dtype(autocas
         assert (grad.float() - expected).norm() < 0.05 * expected.norm()
 
 
-class _Largest(TorchDispatchMode):
-    """The largest number of elements that any operation gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        given = func(*args, **(kwargs or {}))
-        for each in given if isinstance(given, tuple | list) else [given]:
-            if isinstance(each, Tensor):
-                self.numel = max(self.numel, each.numel())
-        return given
+def sizes_of(found: Any) -> list[int]:
+    given = found if isinstance(found, tuple | list) else [found]
+    return [each.numel() for each in given if isinstance(each, Tensor)]
 
 
 def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +451,8 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
     vocab = DraftVocab.make_full(vocab_size)
     hidden = random(num_rows, width, seed=0).float().requires_grad_()
     weight = random(vocab_size, width, seed=1).float().requires_grad_()
-    with _Largest() as largest:
+    sizes: list[int] = []
+    with Watched(lambda _func, _args, found: sizes.extend(sizes_of(found))):
         target = type(
             "T", (), {"compute_logits": lambda _, h: h @ weight.detach().T, "vocab_size": 1024}
         )()
@@ -481,7 +460,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.Mon
         part = student(hidden, weight)
         total, _ = compute_fused_loss([part], teacher, StepCriterion(EagleConfig(), vocab))
         total.backward()
-    assert largest.numel == 32 * vocab_size
+    assert max(sizes) == 32 * vocab_size
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -20,6 +20,7 @@ from train.parallel import processes
 from train.parallel.optimizers import (
     COEFFICIENTS,
     Muon,
+    compute_rate_fraction,
     make_optimizers,
     orthogonalise_matrix,
     state_keys,
@@ -42,14 +43,12 @@ def moved(kind: Any, steps: int = 3, **given: Any) -> list[list[float]]:
     return [each.flatten().tolist() for each in matrices]
 
 
-def test_muon_in_bfloat16_is_torchs() -> None:
-    assert moved(Muon, dtype=torch.bfloat16) == moved(torch.optim.Muon)
-
-
-def test_muon_in_float32_differs_by_its_rounding_alone() -> None:
-    for mine, theirs in zip(moved(Muon, dtype=torch.float32), moved(torch.optim.Muon), strict=True):
-        assert mine != theirs
-        assert mine == pytest.approx(theirs, abs=0.02)
+def test_muon_in_bfloat16_is_torchs_and_in_float32_differs_by_rounding() -> None:
+    theirs = moved(torch.optim.Muon)
+    assert moved(Muon, dtype=torch.bfloat16) == theirs
+    for mine, each in zip(moved(Muon, dtype=torch.float32), theirs, strict=True):
+        assert mine != each
+        assert mine == pytest.approx(each, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +120,13 @@ def test_muon_has_the_matrices_between_states_and_adamw_the_rest() -> None:
         "hidden_norm", "input_layernorm", "post_attention_layernorm",
     )]  # fmt: skip
     assert adamw == {"lm_head.weight", "norm.weight", *norms}
+    (adamw,) = make_optimizers(eagle(), TrainConfig(optimizer=Optimizer.adamw))
+    (group,) = adamw.param_groups
+    assert len(group["params"]) == len(list(eagle().head.parameters()))
+    assert group["rate"] == 1.0
     parts = updated(medusa())
     assert parts["Muon"][0][0] == {"heads.0.0.linear.weight", "heads.1.0.linear.weight"}
     assert {"heads.0.1.weight", "heads.0.0.linear.bias"} < parts["AdamW"][0][0]
-
-
-def test_without_muon_all_is_adamws_at_the_whole_rate() -> None:
-    objective = eagle()
-    (adamw,) = make_optimizers(objective, TrainConfig(optimizer=Optimizer.adamw))
-    (group,) = adamw.param_groups
-    assert len(group["params"]) == len(list(objective.head.parameters()))
-    assert group["rate"] == 1.0
 
 
 def test_what_a_checkpoint_holds_of_each_parameter() -> None:
@@ -195,3 +190,19 @@ def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(
         "train.dtype=bfloat16: products of many rows will be slow, as a CPU, AVX2 emulates them; "
         "set train.dtype=float32\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Schedule.constant, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (Schedule.cosine, [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+        (Schedule.wsd, [0.5, 1.0, 1.0, 1.0, 2 / 3, 1 / 3]),
+    ],
+)
+def test_schedules(kind: Schedule, expected: list[float]) -> None:
+    config = TrainConfig(
+        max_steps=6, warmup_steps=2, learning_rate=1.0, schedule=kind, decay_fraction=0.5
+    )
+    found = [compute_rate_fraction(config, step) for step in range(6)]
+    assert found == pytest.approx(expected, abs=1e-6)

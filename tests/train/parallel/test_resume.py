@@ -30,7 +30,7 @@ from tests.train.loop.test_loop import lines as metrics
 from train.eagle import EagleObjective
 from train.loop import loop
 from train.loop.command import resolve_length
-from train.loop.loop import TrainingJob
+from train.loop.loop import Outcome, TrainingJob
 from train.medusa import MedusaObjective
 from train.medusa2 import AdaptedMedusa, Medusa2Objective
 from train.parallel import checkpoint as resume
@@ -39,9 +39,9 @@ from train.parallel import processes
 EAGLE = EagleConfig(num_steps=2, draft_vocab_size=40)
 
 
-def eagle_job(
-    out_dir: Path, train: TrainConfig, head: EagleConfig, vocab_seed: int = 0
-) -> TrainingJob:
+def fit_eagle(
+    out_dir: Path, train: TrainConfig, head: EagleConfig = EAGLE, vocab_seed: int = 0
+) -> Outcome:
     target = random_target(num_hidden_layers=6)
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(vocab_seed))
     vocab = DraftVocab.from_counts(counts, head.draft_vocab_size, [0])
@@ -49,7 +49,8 @@ def eagle_job(
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 90, (24,), generator=generator).tolist() for _ in range(4)]
     data = [{name: each[0] for name, each in packed([text]).items()} for text in texts]
-    return TrainingJob(train, LogConfig(), 0, out_dir, objective, data, data[:1])
+    job = TrainingJob(train, LogConfig(), 0, out_dir, objective, data, data[:1])
+    return loop.fit_head(processes.start_accelerator(train), job)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def eagle_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of EAGLE-3."""
     out_dir = tmp_path_factory.mktemp("eagle")
     train = settings(max_steps=4, save_steps=2, warmup_steps=1)
-    loop.fit_head(processes.start_accelerator(train), eagle_job(out_dir, train, EAGLE))
+    fit_eagle(out_dir, train)
     return out_dir / "checkpoints/step-000002"
 
 
@@ -86,22 +87,17 @@ def test_an_eagle_run_does_not_go_on_as_another(
         InputError,
         match=rf"settings: {key} was .*, is '?{written}'?\. Continue.* \(type {key}=\S+\)",
     ):
-        loop.fit_head(processes.start_accelerator(train), eagle_job(tmp_path, train, head))
+        fit_eagle(tmp_path, train, head)
 
 
-def test_nor_with_a_head_of_another_kind(eagle_run: Path, tmp_path: Path) -> None:
-    train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run), learning_rate=0.3)
-    said = r"other settings: kind of head was 'EagleHead', is '\w+'\. Continue"
-    with pytest.raises(InputError, match=said):
-        fit(tmp_path, train)
-
-
-def test_nor_with_other_draft_tokens(eagle_run: Path, tmp_path: Path) -> None:
+def test_nor_with_a_head_of_another_kind_or_other_draft_tokens(
+    eagle_run: Path, tmp_path: Path
+) -> None:
     train = settings(max_steps=4, warmup_steps=1, resume=str(eagle_run))
+    with pytest.raises(InputError, match=r"kind of head was 'EagleHead', is '\w+'\. Continue"):
+        fit(tmp_path, replace(train, learning_rate=0.3))
     with pytest.raises(InputError, match="other settings: checksum of the draft vocabulary was "):
-        loop.fit_head(
-            processes.start_accelerator(train), eagle_job(tmp_path, train, EAGLE, vocab_seed=1)
-        )
+        fit_eagle(tmp_path, train, vocab_seed=1)
 
 
 def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path) -> None:
@@ -110,9 +106,7 @@ def test_what_only_watches_or_rounds_may_change(eagle_run: Path, tmp_path: Path)
         num_replay_prompts=3, save_steps=1, num_checkpoints=1, log_steps=2, micro_batch_size=1,
         dtype=Dtype.bfloat16, compile=False,
     )  # fmt: skip
-    assert loop.fit_head(
-        processes.start_accelerator(train), eagle_job(tmp_path, train, EAGLE)
-    ).finished
+    assert fit_eagle(tmp_path, train).finished
 
 
 def test_every_setting_of_the_loop_is_compared_or_known_to_be_harmless() -> None:

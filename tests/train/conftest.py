@@ -1,0 +1,3 @@
+from tests.train.runs import inputs, straight
+
+__all__ = ["inputs", "straight"]
