@@ -1,15 +1,13 @@
+"""Reference values of an export; that its logits are right is seen by `tests/eval/parity`."""
+
 import pytest
 import torch
 from exports import eagle, make, toy_target
-from torch import Tensor
 
 from conf.errors import InputError
-from heads.eagle.eagle import EagleHead
 from heads.export import writer as module
 from heads.export.writer import compute_reference_tensors
-from heads.layers.branch_attention import BranchCache, build_causal_range
-from heads.layers.documents import Documents
-from heads.target_model.model import Target, TargetOutput
+from heads.target_model.model import Target
 
 ROWS, DEPTH = 5, 3
 
@@ -17,79 +15,6 @@ ROWS, DEPTH = 5, 3
 @pytest.fixture(scope="module")
 def target() -> Target:
     return toy_target()
-
-
-def last_output(head: EagleHead, fused: Tensor, token_ids: Tensor, places: Tensor) -> Tensor:
-    """[H] of the last token of a text that the head reads anew."""
-    text = head.encode_context(fused, token_ids, places)
-    rows = torch.tensor([len(places) - 1])
-    allowed = build_causal_range(Documents.from_length(len(places), torch.device("cpu")), rows)
-    return head.draft(text, rows, BranchCache(text.keys[None], text.values[None], allowed))[0]
-
-
-@torch.no_grad()
-def chained(head: EagleHead, values: dict[str, Tensor], row: int) -> list[Tensor]:
-    """Normed outputs of one row, each from all that came before, read again from the start."""
-    states = [values[f"hidden_states.{i}"] for i in range(9) if f"hidden_states.{i}" in values]
-    layers = dict(enumerate(states)) if len(states) == 9 else {}
-    fused = head.fuse(head.collect_features(TargetOutput(states[-1], layers)))[: row + 1]
-    outputs = []
-    for step in range(DEPTH):
-        places = values["position_ids"][: row + 1]
-        places = torch.cat([places, places[-1] + torch.arange(1, step + 1)])
-        tokens = values["token_ids"][: row + 1 + step]
-        output = last_output(head, fused, tokens, places)
-        outputs.append(head.apply_final_norm(output))
-        fed = outputs[-1] if head.config.norm_output else output
-        fused = torch.cat([fused, fed[None]])
-    return outputs
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"fc_norm": True, "norm_output": True},
-        {"norm_before_residual": True, "fc_bias": True},
-        {"kind": "eagle1"},
-    ],
-    ids=["EAGLE-3", "EAGLE-3.1", "residual and bias", "EAGLE-1"],
-)
-def test_eagle_logits_are_those_of_a_chain_read_again_at_each_token(
-    target: Target, settings
-) -> None:
-    head = eagle(target, **settings)
-    values, _ = compute_reference_tensors(head, target, ROWS, DEPTH)
-    assert values["position_ids"].tolist() == [0, 62, 125, 188, 251]
-    assert values["logits"].shape == (DEPTH, ROWS, 96)
-    seen = values["logits"][values["logits"].isfinite()]
-    near = {"rtol": 0, "atol": 2e-5 * float(seen.abs().max())}
-    for row in range(ROWS):
-        for step, output in enumerate(chained(head, values, row)):
-            drafted = head.make_projection().compute_logits(output)
-            found = values["logits"][step, row]
-            torch.testing.assert_close(found[head.vocab.ids], drafted, **near)
-            if "logsumexp" in values:
-                expected = drafted.logsumexp(-1)
-                torch.testing.assert_close(values["logsumexp"][step, row], expected, **near)
-    inside = values["logits"].isfinite().all(0).all(0)
-    assert inside.equal(head.vocab.build_mask())
-
-
-def test_medusa_logits_are_those_of_its_heads(target: Target) -> None:
-    head = make(target, "medusa")
-    values, metadata = compute_reference_tensors(head, target, ROWS)
-    with torch.no_grad():
-        expected = head(values["hidden_states.8"])
-    assert values["logits"].equal(expected)
-    assert values["logsumexp"].equal(expected.logsumexp(-1))
-    assert metadata == {
-        "headsmith_parity": "1",
-        "kind": "medusa",
-        "num_layers": "8",
-        "max_position_embeddings": "256",
-        "vocab_size": "96",
-    }
 
 
 def test_features_are_the_targets_own_as_transformers_counts_them(target: Target) -> None:
