@@ -1,7 +1,8 @@
 """Decoder layers are found by what they are, and heads read, train and draft behind any."""
 
-from collections.abc import Iterator
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,42 +42,8 @@ from scripts.capture import choose_contents
 CPU = torch.device("cpu")
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
 COMMON = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
-USUAL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
-OPT = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
-WINDOWED = {
-    **USUAL, "head_dim": 16, "sliding_window": 12, "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}  # fmt: skip
-LONGCAT = {
-    "hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 4, "num_attention_heads": 4,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "head_dim": 16, "expert_ffn_hidden_size": 32, "n_routed_experts": 4,
-    "zero_expert_num": 2, "moe_topk": 2, "max_position_embeddings": 256,
-}  # fmt: skip
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-BAMBA = {
-    **USUAL, "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16,
-    "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8,
-}  # fmt: skip
-MADE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", GPT),
-    "gpt_bigcode": ("gpt_bigcode", GPT),
-    "gptj": ("gptj", {**GPT, "rotary_dim": 8}),
-    "opt": ("opt", OPT),
-    "opt, projected": ("opt", {**OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "falcon": ("falcon", {name: USUAL[name] for name in USUAL if name in OPT}),
-    "phi": ("phi", USUAL),
-    "gemma3n": ("gemma3n_text", {**WINDOWED, "laurel_rank": 8}),
-    "gemma4": ("gemma4_text", {**WINDOWED, "global_head_dim": 32}),
-    "longcat": ("longcat_flash", LONGCAT),
-    "bamba": ("bamba", BAMBA),
-    "glm4_moe": ("glm4_moe", {**USUAL, **EXPERTS}),
-}
+MADE = json.loads((Path(__file__).parent / "decoders.json").read_text())
+"""Model type and config of small models."""
 WITHOUT_SDPA = {"gptj"}
 
 
@@ -146,7 +113,7 @@ def blocks(count: int) -> nn.ModuleList:
 
 
 def test_the_decoder_of_a_model_that_calls_its_output_head_so() -> None:
-    config = AutoConfig.for_model("modernbert-decoder", **{**COMMON, **USUAL})
+    config = AutoConfig.for_model("modernbert-decoder", **{**COMMON, **MADE["phi"][1]})
     model = AutoModelForCausalLM.from_config(config)
     assert find_decoder(model) is model.model
 
@@ -245,18 +212,14 @@ HEADS = {
 }
 
 
-# Taps, and what each reads besides: a narrower last state, a layer's list, an output head's bias.
-OFTEN = {("opt, projected", "medusa"), ("opt, projected", "eagle1"), ("phi", "eagle1")}
+# Taps of every form; and what each reads besides: a narrower last state, an output head's bias.
+CASES = [
+    *((name, "eagle3") for name in ("gpt2", "opt, projected", "falcon", "gemma4", "gptj", "phi")),
+    ("opt, projected", "medusa"), ("opt, projected", "eagle1"), ("phi", "eagle1"),
+]  # fmt: skip
 
 
-def cases() -> Iterator[Any]:
-    for name in ("gpt2", "opt, projected", "falcon", "gemma4", "gptj", "phi"):
-        for kind in HEADS:
-            often = kind == "eagle3" or (name, kind) in OFTEN
-            yield pytest.param(name, kind, marks=[] if often else [pytest.mark.slow])
-
-
-@pytest.mark.parametrize(("name", "kind"), cases())
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: str) -> None:
     target = shared(name)
     head = HEADS[kind](target)

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import CHATML, eagle_head, tokenizer
-from transformers import CONFIG_MAPPING, AutoConfig, core_model_loading
-from wrappers import WRAPPERS, save_wrapper
+from toys import CHATML, SMALL, eagle_head, tokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    core_model_loading,
+)
 
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
@@ -20,7 +24,7 @@ from conf.settings.target import TargetConfig
 from eval.decode.engine import NoDraft, decode_batch
 from eval.decode.hf_generate import hf_generate
 from heads.decoding.sampling import Sampling
-from heads.target_model.decoder import find_language_class
+from heads.target_model.decoder import find_language_class, skip_missing_towers
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.load import (
     RemoteTarget,
@@ -30,11 +34,37 @@ from heads.target_model.load import (
 )
 from heads.target_model.model import FeatureLayers, Target
 from scripts import export, merge_adapter
-from tests.conf.command.test_entry import command
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 7, 11, 23, 45, 67, 8, 4, 31], [12, 4, 90], [40, 41, 42, 43, 44, 45]]
+TEXT = SMALL | {"vocab_size": 300, "num_hidden_layers": 4}
+WRAPPERS = json.loads((Path(__file__).parent / "wrappers.json").read_text())
+"""Configs of tiny models, each with towers of its own kind."""
 TOWERS = ("vision_tower", "vision_model", "visual", "audio_tower", "projector")
+
+
+def whole_model(family: str, seed: int = 3) -> Any:
+    """A wrapper with its towers, its weights large enough that its text is not constant."""
+    torch.manual_seed(seed)
+    parts = WRAPPERS[family]
+    config = AutoConfig.for_model(family, **parts | {"text_config": TEXT | parts["text_config"]})
+    config.image_token_id = 299
+    # Gemma 3n's tower is of a library that is not needed for text.
+    with skip_missing_towers(config.get_text_config()):
+        model = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    model.generation_config.eos_token_id = 2
+    return model.eval()
+
+
+def save_wrapper(folder: Path, family: str, template: str | None = CHATML) -> Any:
+    """A loadable folder of a wrapper; returns the model with its towers."""
+    model = whole_model(family)
+    model.save_pretrained(folder)
+    tokenizer(template).save_pretrained(folder)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +186,6 @@ def test_a_head_is_trained_exported_and_verified(
     assert verifier == {
         "name_or_path": str(folder), "architectures": ["Mistral3ForConditionalGeneration"],
     }  # fmt: skip
-    checked = command("scripts/verify_export.py", str(out), cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
 
 
 def test_an_adapter_is_merged_into_the_whole_model(folder: Path, tmp_path: Path) -> None:
