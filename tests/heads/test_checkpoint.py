@@ -100,6 +100,10 @@ def test_every_layout_of_eagle_is_read_and_saved(tmp_path: Path, name: str) -> N
     ids = range(96) if form is EagleForm.eagle1 else range(1, 96, 4)
     assert head.vocab.ids.tolist() == list(ids)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    if name == "eagle3-sglang":
+        low, mid, high = layouts.random(layouts.AUX_NORMS, seed=6).values()
+        for norm, stored in zip(head.fc_norm, (low, mid, high), strict=True):
+            assert norm.weight.equal(stored.bfloat16().float())
     head.save(tmp_path / "ours")
     ours = load_head(str(tmp_path / "ours"))
     assert ours.config == head.config
