@@ -1,4 +1,4 @@
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from heads.eagle.network import EagleLayer, default_layers
 from heads.layers.branch_attention import BranchCache, CausalRange, build_causal_range
 from heads.layers.documents import Documents
 from heads.layers.llama import LlamaAttention, RmsNorm
-from heads.target_model.model import Target, TargetOutput
+from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from train.eagle import EagleObjective
 
@@ -73,14 +73,10 @@ def test_eagle1_reads_the_state_that_the_output_head_reads(target: Target) -> No
     torch.testing.assert_close(target.compute_logits(features), expected)
 
 
-def compare_training_and_decoding(target: Target, head: EagleHead, reader: EagleHead) -> None:
-    """Features, tokens and positions of a packed training text against one read in pieces.
-
-    Args:
-        target: the target.
-        head: is trained.
-        reader: drafts.
-    """
+@pytest.mark.parametrize(("form", "more"), VARIANTS)
+def test_training_and_decoding_read_the_same(target: Target, form: EagleForm, more: Any) -> None:
+    """Features, tokens and positions of a packed training text against one read in pieces."""
+    head = untrained(target, form, **more)
     first, second = texts(target, 2, 12)
     batch = packed([first, second])
     where = Documents.from_ids(batch["document_ids"])
@@ -95,50 +91,19 @@ def compare_training_and_decoding(target: Target, head: EagleHead, reader: Eagle
     unrolled = head.unroll(text, ids, rows, branches)
     trained = [next(unrolled) for _ in range(3)]
 
-    alone = target.encode_text(second[:8], reader.taps)
-    piece = reader.encode_context(
-        reader.fuse(reader.collect_features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
+    alone = target.encode_text(second[:8], head.taps)
+    piece = head.encode_context(
+        head.fuse(head.collect_features(alone)[0]), torch.tensor(second[1:9]), torch.arange(8)
     )
     branches = BranchCache(
         piece.keys[None], piece.values[None], CausalRange.from_ends(torch.tensor([8]))
     )
-    outputs = reader.draft(piece, torch.tensor([7]), branches)
+    outputs = head.draft(piece, torch.tensor([7]), branches)
     for depth, expected in enumerate(trained):
         if depth:
             token, position = torch.tensor([second[8 + depth]]), torch.tensor([7 + depth])
-            outputs = reader.advance(outputs, token, position, branches)
+            outputs = head.advance(outputs, token, position, branches)
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("form", "more"), VARIANTS)
-def test_training_and_decoding_read_the_same(target: Target, form, more) -> None:
-    head = untrained(target, form, **more)
-    compare_training_and_decoding(target, head, head)
-
-
-@pytest.mark.parametrize("mistake", ["layer", "norm", "token", "position", "feedback"])
-def test_that_comparison_sees_every_wrong_feature(target: Target, mistake: str) -> None:
-    """The faults that halve tau in silence, in a head that is otherwise the same."""
-    head = untrained(target, EAGLE3, norm_output=mistake == "feedback")
-    config = {"layer": {"layers": (0, 1, 2)}, "feedback": {"norm_output": False}}
-    wrong = EagleHead(replace(head.config, **config.get(mistake, {})), head.vocab)
-    wrong.load_state_dict(head.state_dict())
-    wrong.attach(target)
-    read, advance, features = wrong.encode_context, wrong.advance, wrong.collect_features
-
-    def normed(output: TargetOutput) -> torch.Tensor:
-        output.layers[3] = target.decoder.norm(output.layers[3])
-        return features(output)
-
-    compare_training_and_decoding(target, head, head)
-    if mistake == "norm":
-        wrong.collect_features = normed
-    if mistake == "token":
-        wrong.encode_context = lambda fused, ids, places: read(fused, ids.roll(1), places)
-    if mistake == "position":
-        wrong.advance = lambda x, ids, places, seen: advance(x, ids, places - 1, seen)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        compare_training_and_decoding(target, head, wrong)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +123,6 @@ def test_the_output_head_starts_where_it_is_told(target: Target, start, trained,
     assert head.lm_head.weight.equal(target.output_head.weight[[1, 4, 9]]) is equal
 
 
-def test_the_seed_decides_the_first_weights(target: Target) -> None:
-    vocab = DraftVocab.make_full(target.vocab_size)
-    make = lambda seed: EagleHead.from_settings(target, EagleConfig(), vocab, seed).fc.weight  # noqa: E731
-    assert make(3).equal(make(3))
-    assert not make(3).equal(make(4))
-
-
 def test_a_head_needs_its_own_target(target: Target) -> None:
     head = untrained(target, EAGLE3)
     with pytest.raises(InputError, match=r"vocab_size=96 .* but target\.path=llama has 64"):
@@ -173,7 +131,7 @@ def test_a_head_needs_its_own_target(target: Target) -> None:
         head.attach(random_target())
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_neox"])
 def test_a_head_is_made_and_learns_whatever_its_target_calls_its_parts(family: str) -> None:
     target = random_target(family, num_hidden_layers=4)
     untaught, head = (eagle_head(target, EAGLE3, 48, num_updates=number) for number in (0, 5))
