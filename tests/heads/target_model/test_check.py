@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,11 +67,10 @@ def test_what_needs_masks_still_does(checked: list[str], tmp_path: Path, monkeyp
     assert checked == ["sdpa"]
 
 
-def other_weight(folder: Path, _patch: pytest.MonkeyPatch) -> dict:
+def other_weight(folder: Path, _patch: pytest.MonkeyPatch) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] += 0.5
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return {}
 
 
 def appended(patch: pytest.MonkeyPatch, line: str) -> None:
@@ -83,29 +83,16 @@ def appended(patch: pytest.MonkeyPatch, line: str) -> None:
     patch.setattr(Path, "read_text", read)
 
 
-def other_code(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
-    appended(patch, "other = 1\n")
-    return {}
-
-
-def other_versions(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
-    patch.setattr(checking.transformers, "__version__", "9.0.0")
-    return {}
-
-
-def other_processor(_folder: Path, patch: pytest.MonkeyPatch) -> dict:
-    """As where machines of a cluster share a cache."""
-    patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
-    return {}
-
-
-CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], dict]] = {
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "a weight": other_weight,
     "dtype": lambda *_: {"dtype": Dtype.bfloat16},
     "attention": lambda *_: {"attention": "eager"},
-    "code": other_code,
-    "transformers": other_versions,
-    "processor": other_processor,
+    "code": lambda _, patch: appended(patch, "other = 1\n"),
+    "transformers": lambda _, patch: patch.setattr(checking.transformers, "__version__", "9.0.0"),
+    # As where machines of a cluster share a cache.
+    "processor": lambda _, patch: patch.setattr(
+        torch.backends.cpu, "get_cpu_capability", lambda: "another"
+    ),
 }
 
 
@@ -115,7 +102,7 @@ def test_another_target_is_checked_again(
 ) -> None:
     folder = save_target(tmp_path / "t")
     load_target(settings(folder), CPU)
-    how = change(folder, monkeypatch)
+    how = change(folder, monkeypatch) or {}
     for _ in range(2):
         load_target(settings(folder, **how), CPU)
     assert len(checked) == 2

@@ -93,18 +93,17 @@ def test_documents_of_both_kinds_are_read_as_each_alone(target: Target) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_texts_that_cross_it_are_the_targets(
+def test_texts_that_cross_it_are_the_targets_and_replayed(
     target: Target, texts: list[list[int]], number: int
 ) -> None:
     prompt, text = PROMPTS[number], texts[number]
-    head = noisy_head(target)
-    for drafter in (
-        NoDraft(),
-        MedusaDrafter(head, TREE),
-        PromptLookup(3),
-        Oracle([text], [prompt], TREE),
-    ):
+    for drafter in (NoDraft(), PromptLookup(3), Oracle([text], [prompt], TREE)):
         assert decode(target, drafter, prompt, NUM_NEW).token_ids == text
+    head = noisy_head(target)
+    decoded = decode(target, MedusaDrafter(head, TREE), prompt, NUM_NEW)
+    assert decoded.token_ids == text
+    assert replay_response(target, head, TREE, prompt, text) == decoded.steps
+    assert sum(step.num_accepted for step in decoded.steps) > 0
 
 
 def test_a_batch_of_short_and_long_texts_gives_what_each_gives_alone(
@@ -140,19 +139,10 @@ def test_nothing_is_accepted_across_it(target: Target, texts: list[list[int]]) -
     assert [step.num_accepted for step in steps][:2] == [2, 7]
 
 
-@pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_replay_equals_decoding(target: Target, texts: list[list[int]], number: int) -> None:
-    prompt, text = PROMPTS[number], texts[number]
-    head = noisy_head(target)
-    steps = decode(target, MedusaDrafter(head, TREE), prompt, len(text)).steps
-    assert replay_response(target, head, TREE, prompt, text) == steps
-    assert sum(step.num_accepted for step in steps) > 0
-
-
 def test_replay_of_features_equals_decoding() -> None:
     target = endless_target("phi3", **LONGROPE, num_hidden_layers=4)
     head = eagle_head(target, EagleForm.eagle3, num_updates=20)
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[1::2]:  # across the switch, and beyond it
         found = decode(target, EagleDrafter(head, 3), prompt, NUM_NEW)
         assert (
             replay_response(target, head, Tree.make_chain(3), prompt, found.token_ids)

@@ -258,14 +258,14 @@ def test_a_config_that_nobody_knows_is_refused_in_a_line(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(CONFIG_MAPPING))
-def test_every_config_of_transformers_has_a_class_or_a_reason(family: str) -> None:
-    try:
-        config = AutoConfig.for_model(family)
-    except Exception as error:  # noqa: BLE001  a config without defaults
-        pytest.skip(str(error))
-    try:
-        assert find_language_class(config).__name__
-    except ValueError as error:
-        assert str(error).startswith(f"{config.model_type} cannot be a target: ")
-        assert len(str(error)) < 300
+def test_every_config_of_transformers_has_a_class_or_a_reason() -> None:
+    for family in sorted(CONFIG_MAPPING):
+        try:
+            config = AutoConfig.for_model(family)
+        except Exception:  # noqa: BLE001  a config without defaults
+            continue
+        try:
+            assert find_language_class(config).__name__
+        except ValueError as error:
+            assert str(error).startswith(f"{config.model_type} cannot be a target: ")
+            assert len(str(error)) < 300
