@@ -4,6 +4,7 @@ The target says what the adapted model says, or refuses; its layers may be run a
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import CHATML, FAMILIES, packed, random_model, random_target, save_target, tokenizer
+from toys import CHATML, packed, random_model, random_target, save_target, tokenizer
 from transformers import AutoModelForCausalLM
 
 from conf.errors import InputError
@@ -26,7 +27,6 @@ from heads.layers.documents import Documents
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import Adapter
 from heads.target_model.load import load_target, load_target_tokenizer
-from heads.target_model.model import Target
 from scripts import merge_adapter
 from scripts.bench.harness import measure_peak_bytes
 from train.medusa import MedusaObjective
@@ -80,6 +80,12 @@ def settings(folder: Path, **changes: Any) -> TargetConfig:
     return TargetConfig(path=str(folder / "target"), adapter=str(folder / "adapter"))
 
 
+def paired(folder: Path, config: Any = KINDS["lora"]) -> TargetConfig:
+    """A target and an adapter of it, both saved."""
+    adapted(folder / "adapter", config)
+    return settings(folder)
+
+
 def first_loss(target: Any) -> float:
     objective = MedusaObjective(MedusaHead.from_target(target, 2, 1), target, MedusaConfig())
     batch = objective.prepare_batch(objective.index_batch(packed([IDS[0].tolist()])))
@@ -125,8 +131,7 @@ def test_the_target_says_what_the_adapted_model_says(tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize("kind", NOT_OF_WEIGHTS)
 def test_what_is_no_change_of_weights_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", NOT_OF_WEIGHTS[kind])
+    config = paired(tmp_path, NOT_OF_WEIGHTS[kind])
     said = rf"target\.adapter=.*: {kind} changes more than a model's weights.*such as LoRA"
     with pytest.raises(InputError, match=said):
         load_target(config, CPU)
@@ -202,8 +207,7 @@ def test_an_adapter_that_is_not_applied_is_refused(
 
 
 def test_what_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", peft.LilyConfig(target_modules=["q_proj", "v_proj"]))
+    config = paired(tmp_path, peft.LilyConfig(target_modules=["q_proj", "v_proj"]))
     with pytest.raises(
         InputError, match=r"target\.adapter=.*: cannot be merged into weights: .*Lily"
     ):
@@ -227,8 +231,7 @@ def test_added_tokens_get_their_rows(tmp_path: Path, config: Any) -> None:
 )
 def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, kind: str, layer: str) -> None:
     """As peft draws what it does not find, which mostly changes nothing."""
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS[kind])
+    config = paired(tmp_path, KINDS[kind])
     file = tmp_path / "adapter/adapter_model.safetensors"
     named = {key.replace(layer, "blocks."): each for key, each in load_file(file).items()}
     save_file(named, file)
@@ -241,8 +244,7 @@ def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, kind: str, lay
 
 def test_layers_that_only_the_file_of_an_adapter_has_are_refused(tmp_path: Path) -> None:
     """Engines apply them."""
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    config = paired(tmp_path)
     file = tmp_path / "adapter/adapter_config.json"
     stated = json.loads(file.read_text())
     file.write_text(json.dumps(stated | {"layers_to_transform": [0]}))
@@ -282,8 +284,7 @@ def test_the_base_model_of_an_adapter_is_said_if_the_target_is_another(
     is_said: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    config = paired(tmp_path)
     for name in ("other", "elsewhere/target"):
         (tmp_path / name).mkdir(parents=True)
     file = tmp_path / "adapter/adapter_config.json"
@@ -311,8 +312,7 @@ def test_added_tokens_of_one_matrix_are_refused(tmp_path: Path, held: str, lacki
 
 
 def test_the_tokenizer_beside_an_adapter_comes_first(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    config = paired(tmp_path)
     own = tokenizer("{{ 'own' }}")
     own.add_tokens(["<other>"])
     own.save_pretrained(tmp_path / "adapter")
@@ -324,8 +324,7 @@ def test_the_tokenizer_beside_an_adapter_comes_first(tmp_path: Path) -> None:
 
 
 def test_so_does_a_chat_template_alone(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    config = paired(tmp_path)
     (tmp_path / "adapter/chat_template.jinja").write_text("{{ 'alone' }}")
     assert load_target(config, CPU).tokenizer.chat_template == "{{ 'alone' }}"
 
@@ -337,8 +336,7 @@ NAMED = {"default": "{{ 'a' }}", "rag": "{{ 'b' }}"}
 def test_without_a_template_of_its_own_a_tokenizer_takes_the_target_s(
     tmp_path: Path, own: Any, expected: Any
 ) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    config = paired(tmp_path)
     beside = tokenizer(None)
     beside.chat_template = own
     beside.add_tokens(["<other>"])
@@ -349,8 +347,7 @@ def test_without_a_template_of_its_own_a_tokenizer_takes_the_target_s(
 
 
 def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    adapted(tmp_path / "adapter", KINDS["lora"])
+    config = paired(tmp_path)
     (tmp_path / "adapter/tokenizer_config.json").write_text("{")
     with pytest.raises(InputError, match=r"^target\.adapter=.*adapter: cannot load it: "):
         load_target_tokenizer(config)
@@ -359,71 +356,51 @@ def test_a_broken_tokenizer_beside_an_adapter_is_the_adapter_s(tmp_path: Path) -
 # --- A LoRA that is trained.
 
 LENGTHS = [150, 90, 16]
-WITHOUT_DROPOUT = {"mixtral", "qwen3_moe", "qwen3_next"}  # peft has none for experts
-MODULES = {  # nor for all of a state space, nor for a router that gives two tensors
-    "falcon_h1": ["in_proj", "q_proj"],
-    "mamba2": ["in_proj"],
-    "llama4_text": ["q_proj", "o_proj"],
-}
+WITHOUT_DROPOUT = {"mixtral", "qwen3_next"}  # peft has none for experts
+MODULES = {"falcon_h1": ["in_proj", "q_proj"]}  # nor for all of a state space
 
 
-def trained(family: str, recompute: bool, **changes: int) -> "Trained":
+def trained(
+    family: str, recompute: bool, needs_masks: str = "", **changes: int
+) -> Callable[[], list[Tensor]]:
+    """Gives the gradients, on one packed sequence, of an adapter that has learnt something."""
     target = random_target(family, max_position_embeddings=512, **changes)
+    target.needs_masks = target.needs_masks or needs_masks
     dropout = 0.0 if family in WITHOUT_DROPOUT else 0.3
     config = AdapterConfig(
         rank=4, dropout=dropout, modules=MODULES.get(family), recompute_layers=recompute
     )
-    return Trained(target, Adapter(target, config, seed=0))
+    adapter, generator = Adapter(target, config, seed=0), torch.Generator().manual_seed(1)
+    for factor in adapter.factors.values():
+        factor.data.normal_(std=0.1, generator=generator)
 
-
-class Trained:
-    """A target and an adapter that has learnt something."""
-
-    def __init__(self, target: Target, adapter: Adapter) -> None:
-        self.target, self.adapter = target, adapter
-        generator = torch.Generator().manual_seed(1)
-        for factor in adapter.factors.values():
-            factor.data.normal_(std=0.1, generator=generator)
-
-    def gradients(self) -> list[Tensor]:
-        """Gradients of a loss on one packed sequence; dropout is drawn anew alike."""
-        torch.manual_seed(7)
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(7)  # dropout is drawn anew alike
         ids = torch.randint(3, 90, (1, sum(LENGTHS)))
         positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-        numbers = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
-        states = self.target.encode_documents(
-            ids, positions, Documents.from_ids(numbers)
-        ).hidden_states
-        found = torch.autograd.grad(states.square().mean(), [*self.adapter.parameters()])
-        return list(found)
+        numbers = Documents.from_ids(torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None])
+        states = target.encode_documents(ids, positions, numbers).hidden_states
+        return list(torch.autograd.grad(states.square().mean(), [*adapter.parameters()]))
+
+    return gradients
 
 
-# A family of each kind of layer; what differs in the others is not run again.
-OFTEN = ("llama", "gemma4_text", "gpt_oss", "mixtral", "lfm2", "qwen3_next", "falcon_h1")
+# A family of each kind of layer.
+EACH_KIND = ("llama", "gemma4_text", "gpt_oss", "mixtral", "lfm2", "qwen3_next", "falcon_h1")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in OFTEN else [pytest.mark.slow]) for f in FAMILIES]
+    ("family", "needs_masks"), [*((each, "") for each in EACH_KIND), ("mistral", "it is a test")]
 )
-def test_layers_that_are_run_again_give_the_same_gradients(family: str) -> None:
-    kept, again = (trained(family, recompute).gradients() for recompute in (False, True))
+def test_layers_that_are_run_again_give_the_same_gradients(family: str, needs_masks: str) -> None:
+    kept, again = (trained(family, recompute, needs_masks)() for recompute in (False, True))
     assert any(each.any() for each in kept)
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
-
-
-def test_so_they_do_with_masks() -> None:
-    found = []
-    for recompute in (False, True):
-        each = trained("mistral", recompute)
-        each.target.needs_masks = "it is a test"
-        found.append(each.gradients())
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_layers_that_are_run_again_take_a_fraction_of_the_memory() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 8}
     kept, again = (
-        measure_peak_bytes(trained("llama", recompute, **sizes).gradients, CPU)
-        for recompute in (False, True)
+        measure_peak_bytes(trained("llama", recompute, **sizes), CPU) for recompute in (False, True)
     )
     assert again < kept / 3
