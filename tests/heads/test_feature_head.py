@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from feature_heads import (
     BLOCKS,
     EAGLES,
-    MASK,
     MTPS,
     fresh,
     learnt,
@@ -39,7 +37,14 @@ from train.peagle import PEagleObjective, compute_kept_fraction, draw_step_ancho
 slow = pytest.mark.slow
 QUICK = ("eagle1", "eagle3, reduced", "eagle3.1", "dflash2", "dspark, rnn", "peagle", *MTPS)
 EVERY = [*EAGLES, *BLOCKS, *MTPS, "peagle"]
-NAMES = [name if name in QUICK else pytest.param(name, marks=slow) for name in EVERY]
+# Of each drafter, and of a head with a state of its own; drafters take forms of heads alike.
+DRAFTERS = ("eagle1", "dflash2", "dspark, rnn", "peagle", "mtp")
+CHAINS = [
+    *(pytest.param(name, 4, marks=() if name in QUICK else slow) for name in EVERY),
+    *(pytest.param(name, depth, marks=slow) for name in DRAFTERS for depth in (1, 2)),
+]
+FLAT = [(name, DynamicShape(1, 4, 4)) for name in ("eagle3.1", "dspark, rnn", "peagle")]
+TREES = [*((name, DynamicShape(4, 3, 10)) for name in DRAFTERS), *FLAT]
 
 
 @cache
@@ -48,9 +53,8 @@ def answers() -> list[list[int]]:
     return [decode(shared_target(), NoDraft(), prompt, 30).token_ids for prompt in prompts()]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("depth", [4, pytest.param(2, marks=slow), pytest.param(1, marks=slow)])
-def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
+@pytest.mark.parametrize(("name", "depth"), CHAINS)
+def test_replay_equals_chain_decoding_step_for_step(name: str, depth: int) -> None:
     head, target, num_accepted = learnt(name), shared_target(), 0
     for prompt, text in zip(prompts(), answers(), strict=True):
         decoded = decode(target, head.drafter(head, depth), prompt, 30)
@@ -60,10 +64,7 @@ def test_replay_equals_chain_decoding_step_for_step(name, depth) -> None:
     assert num_accepted > 20
 
 
-FLAT = [(name, DynamicShape(1, 4, 4)) for name in ("eagle3.1", "dspark, rnn", "peagle")]
-
-
-@pytest.mark.parametrize(("name", "shape"), [*((n, DynamicShape(4, 3, 10)) for n in QUICK), *FLAT])
+@pytest.mark.parametrize(("name", "shape"), TREES)
 def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicShape) -> None:
     head, target = learnt(name), shared_target()
     for prompt, text in zip(prompts(), answers(), strict=True):
@@ -75,8 +76,7 @@ def test_trees_are_lossless_and_replayed_along_a_text(name: str, shape: DynamicS
         assert any(step.num_accepted for step in decoded.steps) or prompt == prompts()[-1]
 
 
-# Of each drafter, and of a head with a state of its own; drafters take forms of heads alike.
-@pytest.mark.parametrize("name", ["eagle1", "dflash2", "dspark, rnn", "peagle", "mtp"])
+@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("kind", ["tree", "sampled chain"])
 def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> None:
     head, target = learnt(name), shared_target()
@@ -94,7 +94,7 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
 
 
-@pytest.mark.parametrize("name", ["dflash2", "dspark, rnn", "peagle"])
+@pytest.mark.parametrize("name", ["eagle3.1", "dflash2", "dspark, rnn", "peagle"])
 def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
     head, text, number = learnt(name), texts_of_target(1, 10)[0], 3000
     target, warm = shared_target(), Sampling(temperature=1.3)
@@ -222,21 +222,6 @@ def test_nothing_leaks_from_behind_the_text_that_a_row_sees(name: str) -> None:
         rows = roots < 11  # whose root is token 11 at most
         assert rows.sum() > 1
         torch.testing.assert_close(one[rows], two[rows], rtol=0, atol=0)
-
-
-@torch.inference_mode()
-def test_masks_are_embedded_as_the_mask_token() -> None:
-    head = fresh(shared_target(), settings_of("dflash"))
-    assert head.config.mask_token_id == MASK
-    other = fresh(shared_target(), settings_of("dflash"))
-    other.config = replace(head.config, mask_token_id=MASK + 1)
-    text = texts_of_target(1, 8)[0]
-    drawn = []
-    for each in (head, other):
-        drafter = BlockDrafter(each, 4)
-        observed(drafter, text)
-        drawn.append(drafter._compute_slots(Roots.from_ids(text[-1:]))[1])
-    assert not torch.allclose(drawn[0], drawn[1])
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dspark, rnn"])

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from torch import Tensor
 from toys import noisy_head, random_model, random_target, save_target, texts
 
 from conf.errors import InputError
-from conf.settings.blocks import DFlash2Run, DFlashRun, DSparkRun
+from conf.settings.blocks import DSparkRun
 from conf.settings.data import DataConfig, StateFormat
 from conf.settings.drafting import DynamicTreeConfig, HeadRef
-from conf.settings.eagle import PEagleRun
 from conf.settings.export import MergeAdapterRun
 from conf.settings.measure import AcceptanceRun, Mode
-from conf.settings.scripts import CompareRun, PruneRun
+from conf.settings.scripts import CompareRun
 from conf.settings.target import Dtype, Quantization, TargetConfig
 from conf.settings.training import TrainConfig
 from eval import acceptance
@@ -37,18 +35,9 @@ from heads.target_model.load import load_target
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 from scripts import compare, merge_adapter, prune
-from train import dflash, dflash2, dspark, peagle
+from train import dspark
 from train.loop import evaluation as replay
 
-slow = pytest.mark.slow
-RUNS: dict[str, tuple[ModuleType, Any]] = {
-    "dflash": (dflash, DFlashRun),
-    "dflash2": (dflash2, DFlash2Run),
-    "dspark": (dspark, DSparkRun),
-    "peagle": (peagle, PEagleRun),
-}
-# The others go the same ways.
-ONE = [*(pytest.param(name, marks=slow) for name in ("dflash", "dflash2", "peagle")), "dspark"]
 OWN = {"own_output_head": True, "draft_vocab_size": 64}
 
 
@@ -208,16 +197,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(name: str, out_dir: Path, target: TargetConfig, data: DataConfig) -> list[float]:
-    """Losses of a short run, and its tau."""
-    entry, run = RUNS[name]
+def trained(out_dir: Path, target: TargetConfig, data: DataConfig) -> list[float]:
+    """Losses of a short run of DSpark, and its tau; the others go the same ways."""
     train = TrainConfig(
         max_steps=2, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
         num_replay_prompts=1, learning_rate=1e-2,
     )  # fmt: skip
-    reduced = {} if name in ("dflash2", "peagle") else OWN
-    head = settings_of(name, mask_token_id=0, **reduced)
-    entry.main(run(head=head, train=train, target=target, data=data, out_dir=str(out_dir)))
+    head = settings_of("dspark", mask_token_id=0, **OWN)
+    dspark.main(DSparkRun(head=head, train=train, target=target, data=data, out_dir=str(out_dir)))
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3
     return [each.get("train/loss", each.get("eval/loss")) for each in lines] + [
@@ -225,18 +212,15 @@ def trained(name: str, out_dir: Path, target: TargetConfig, data: DataConfig) ->
     ]
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_losses_from_a_store_are_those_with_the_target(
-    name: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_losses_from_a_store_are_those_with_the_target(inputs: Path, tmp_path: Path) -> None:
     """bf16: equal, as tau is; a byte (int8 stands for both): within 4% of the loss, or 0.03."""
     given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
-    online = trained(name, tmp_path / "online", given.target, deepcopy(given.data))
+    online = trained(tmp_path / "online", given.target, deepcopy(given.data))
     same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 1}
     for kind in (StateFormat.bf16, StateFormat.int8):
         store = captured(inputs, tmp_path / kind.value, format=kind, layers=[1, 2], **same)
         data = DataConfig(features=str(store))
-        offline = trained(name, tmp_path / f"from-{kind.value}", TargetConfig(), data)
+        offline = trained(tmp_path / f"from-{kind.value}", TargetConfig(), data)
         if kind is StateFormat.bf16:
             assert offline == online
         else:
@@ -244,24 +228,20 @@ def test_losses_from_a_store_are_those_with_the_target(
             assert offline[:-1] != online[:-1]
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_an_adapted_target_trains_as_a_merged_one(name: str, inputs: Path, tmp_path: Path) -> None:
+def test_an_adapted_target_trains_as_a_merged_one(inputs: Path, tmp_path: Path) -> None:
     given = settings(inputs, tmp_path)
     adapted = replace(given.target, adapter=str(inputs / "adapter"))
     merge_adapter.main(MergeAdapterRun(target=adapted, out_dir=str(tmp_path / "merged")))
     merged = replace(given.target, path=str(tmp_path / "merged"))
     plain, one, other = (
-        trained(name, tmp_path / f"out{n}", each, deepcopy(given.data))
+        trained(tmp_path / f"out{n}", each, deepcopy(given.data))
         for n, each in enumerate((given.target, adapted, merged))
     )
     assert one == pytest.approx(other, rel=1e-3)
     assert one != pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_a_quantised_target_trains_and_checks_a_head(
-    name: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_quantised_target_trains_and_checks_a_head(inputs: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     data, folder = settings(inputs, tmp_path).data, tmp_path / "target"
     # Rows of 64 numbers share a scale.
@@ -269,7 +249,7 @@ def test_a_quantised_target_trains_and_checks_a_head(
     whole = TargetConfig(path=str(folder), dtype=Dtype.float32)
     quantised = replace(whole, quantization=Quantization.int8)
     plain, losses = (
-        trained(name, tmp_path / f"of-{each.quantization.value}", each, deepcopy(data))[:-1]
+        trained(tmp_path / f"of-{each.quantization.value}", each, deepcopy(data))[:-1]
         for each in (whole, quantised)
     )
     assert losses == pytest.approx(plain, rel=0.3, abs=0.3)
@@ -302,26 +282,6 @@ def test_heads_of_two_kinds_stand_side_by_side(inputs: Path, tmp_path: Path) -> 
     assert len(first.split("|")[-2].split()) == 5
     assert second.startswith("| of-peagle | ")
     assert len(second.split("|")[-2].split()) == 4
-
-
-@slow
-@pytest.mark.parametrize("name", ["dflash", "dspark", "peagle"])
-def test_the_command_prunes_and_measures_what_acceptance_does(
-    name: str, inputs: Path, tmp_path: Path
-) -> None:
-    where = TargetConfig(path=str(inputs / "target"))
-    head_of(load_target(where, torch.device("cpu")), name).save(tmp_path / "head", {"a": 1})
-    config = PruneRun(
-        target=where, head=HeadRef(path=str(tmp_path / "head")), sizes=[20], ranks=[4],
-        data=settings(inputs, tmp_path).data, max_new_tokens=12, out_dir=str(tmp_path / "out"),
-    )  # fmt: skip
-    prune.main(config)
-    result = json.loads((tmp_path / "out/prune.json").read_text())
-    small = load_head(str(tmp_path / "out/20/head"))
-    assert len(small.vocab.ids) == result["pruned"][0]["num_ids"] == 20
-    assert result["low_rank"][0]["rank"] == 4
-    with pytest.raises(InputError, match=r"sizes=\[65\]: this head drafts 64 ids"):
-        prune.main(replace(config, sizes=[65], out_dir=str(tmp_path / "other")))
 
 
 @pytest.mark.parametrize("name", ["dflash", "peagle"])

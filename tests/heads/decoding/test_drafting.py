@@ -2,18 +2,13 @@
 
 from collections import Counter
 
-import pytest
 import torch
-from feature_heads import feature_head
-from toys import accept, eagle_head, random_target, texts
+from toys import accept
 
-from conf.settings.eagle import EagleForm
-from eval.decode.engine import decode_batch
 from heads.decoding.drafting import ChainSampler
 from heads.decoding.sampling import GREEDY, NO_DRAWS, Generators, Sampling
 from heads.decoding.tree import Tree
 from heads.vocab import DraftVocab
-from tests.eval.decode.test_verification import next_probs
 
 CPU = torch.device("cpu")
 
@@ -56,31 +51,3 @@ def test_drawn_chains_keep_the_targets_distribution() -> None:
     exact = {(a, b): float(P[0, a] * P[1 + a, b]) for a in range(3) for b in range(3)}
     off = 0.5 * sum(abs(counts[pair] / NUM_TEXTS - p) for pair, p in exact.items())
     assert off < (8 / NUM_TEXTS) ** 0.5
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["eagle", "dspark", "dflash2", "peagle"])
-def test_sampled_texts_of_real_heads_keep_the_distribution(name: str) -> None:
-    target, warm, draws = random_target(num_hidden_layers=4), Sampling(2.0, top_k=2), 2000
-    target.model.generation_config.eos_token_id = None
-    with torch.enable_grad():
-        head = (
-            eagle_head(target, EagleForm.eagle3)
-            if name == "eagle"
-            else feature_head(target, name, num_updates=40)
-        )
-    prompt = texts(target, 2, 1)[1][:4]
-    drafter = head.make_drafter(Tree.make_chain(2), warm, range(1 << 32, (1 << 32) + draws))
-    drawn = decode_batch(target, drafter, [prompt] * draws, 3, warm, range(draws))
-    counts, exact = Counter(tuple(text.token_ids) for text in drawn), {(): 1.0}
-    for _ in range(3):
-        exact = {
-            (*said, token): share * float(p[token])
-            for said, share in exact.items()
-            for p in [next_probs(target, [*prompt, *said], warm)]
-            for token in p.nonzero().flatten().tolist()
-        }
-    off = 0.5 * sum(abs(counts[said] / draws - p) for said, p in exact.items())
-    assert off < (7 / draws) ** 0.5
-    assert sum(step.num_accepted for text in drawn for step in text.steps) > 100
