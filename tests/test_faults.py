@@ -20,9 +20,7 @@ __all__ = ["inputs"]
 
 
 @pytest.mark.slow
-def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(
-    inputs: Path, tmp_path: Path
-) -> None:
+def test_when_a_process_dies_the_launch_ends_and_another_number_goes_on(inputs, tmp_path) -> None:
     out_dir = tmp_path / "out"
     steps = ("train.max_steps=4000", "train.save_steps=1", "train.schedule=constant")
     long = arguments(inputs, out_dir, *steps)

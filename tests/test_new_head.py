@@ -196,9 +196,7 @@ def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_
     assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
 
 
-def test_its_export_is_verified_and_published(
-    inputs: Path, head: Path, tmp_path: Path, hub: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_its_export_is_verified_and_published(inputs, head, tmp_path, hub, capsys) -> None:
     out = tmp_path / "export"
     run = ExportRun(head=HeadRef(str(head)), format=ExportFormat.original, out_dir=str(out))
     export.main(run)

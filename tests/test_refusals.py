@@ -120,9 +120,7 @@ def test_a_target_is_whole_or_refused() -> None:
         check_target_files(TargetConfig(adapter="bare"))
 
 
-def test_without_the_hub_a_target_of_it_must_be_in_the_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_hub_a_target_of_it_must_be_in_the_cache(monkeypatch) -> None:
     with pytest.raises(InputError, match="HF_HUB_OFFLINE forbids"):
         check_target_files(TargetConfig("me/model"))
     monkeypatch.setattr(
@@ -157,9 +155,7 @@ def test_without_the_hub_a_target_of_it_must_be_in_the_cache(
     ],
 )
 @pytest.mark.parametrize("outer", [{}, {"text_config": SIZES}])
-def test_a_head_of_another_target_is_refused(
-    config: dict[str, Any], message: str | None, outer: dict[str, Any]
-) -> None:
+def test_a_head_of_another_target_is_refused(config, message, outer) -> None:
     target = TargetConfig(folder("target", outer or SIZES))
     head = HeadRef(folder("head", config))
     check_head_files(head, target)  # somebody else's: its config may count otherwise
@@ -256,9 +252,7 @@ def test_a_folder_of_a_run_is_answered_with_its_head() -> None:
         (None, {}, (None, None, None)),
     ],
 )
-def test_an_unset_target_is_the_one_that_the_head_names(
-    identity: dict[str, Any] | None, given: dict[str, Any], taken: tuple[str | None, ...]
-) -> None:
+def test_an_unset_target_is_the_one_that_the_head_names(identity, given, taken) -> None:
     Path(folder("head", SIZES), "headsmith.json").write_text(
         json.dumps({"target_identity": identity})
     )
@@ -302,9 +296,7 @@ OWN = "target.path=own", "data.path is unset: target.path=own is a target of you
         ("eval/speedup.py", "seed=1", None),
     ],
 )
-def test_a_target_of_ones_own_gets_no_embedded_data(
-    entry: str, given: str, message: str | None
-) -> None:
+def test_a_target_of_ones_own_gets_no_embedded_data(entry, given, message) -> None:
     folder("own", SIZES, "model.safetensors")
     Path(folder("head", SIZES), "headsmith.json").write_text('{"target_identity": {"name": "own"}}')
     Path("chats.jsonl").touch()
@@ -382,10 +374,7 @@ def test_a_folder_to_write_to_can_be_written(monkeypatch: pytest.MonkeyPatch) ->
         ("scripts/repair.py", "head.path=./gone", "head.path=./gone: no such folder"),
     ],
 )
-def test_refused_at_the_door(
-    entry: str, given: str, message: str | None, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_refused_at_the_door(entry, given, message, tmp_path, monkeypatch, capfd) -> None:
     (tmp_path / "done").mkdir()
     (tmp_path / "done/tree_search.json").touch()
     there = sorted(tmp_path.rglob("*"))
@@ -403,9 +392,7 @@ def test_refused_at_the_door(
 
 
 @pytest.mark.parametrize("entry", ["train/medusa.py", "eval/speedup.py", "scripts/capture.py"])
-def test_several_processes_do_not_spread_a_target_each(
-    entry: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_several_processes_do_not_spread_a_target_each(entry, monkeypatch, capfd) -> None:
     monkeypatch.setattr(sys, "argv", [entry, "target.device_map=auto"])
     monkeypatch.setenv("WORLD_SIZE", "1")
     COMMANDS[entry].parse_command_line()

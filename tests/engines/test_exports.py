@@ -149,12 +149,7 @@ def test_vllm_serves_an_export_with_our_counts(
     ],
 )
 def test_llamacpp_serves_an_export_with_our_counts(
-    target: Target,
-    prompts: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
-    method: str,
+    target, prompts, tmp_path, monkeypatch, command, method
 ) -> None:
     """Texts that the target may end."""
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", STOP)

@@ -130,9 +130,7 @@ def feature_head(
     return trained(objective, texts(target, 6, 40), 60 if kind == "eagle3" else 40)
 
 
-def test_llamacpp_drafts_with_few_ids_what_we_do(
-    target: Target, eagle3: DraftHead, tmp_path: Path
-) -> None:
+def test_llamacpp_drafts_with_few_ids_what_we_do(target, eagle3, tmp_path) -> None:
     compare(target, reduced(eagle3, target, 64).attach(target), tmp_path)
 
 
@@ -159,9 +157,7 @@ def test_llamacpp_drafts_with_few_ids_what_we_do(
         pytest.param("dspark", REDUCED, {}, id="DSpark, 150 ids"),
     ],
 )
-def test_llamacpp_drafts_what_we_do(
-    target: Target, tmp_path: Path, kind: str, settings: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_llamacpp_drafts_what_we_do(target, tmp_path, kind, settings, changes) -> None:
     block = {} if kind == "eagle3" else {"block_size": 8}
     compare(target, feature_head(target, kind, changes, **block, **settings), tmp_path)
 
@@ -208,9 +204,7 @@ def test_llamacpp_counts_drafts_that_stop_tokens_end_as_we_do(
         ),
     ],
 )
-def test_llamacpp_reads_prompts_in_batches(
-    target: Target, eagle3: DraftHead, tmp_path: Path, kind: str, batch: int
-) -> None:
+def test_llamacpp_reads_prompts_in_batches(target, eagle3, tmp_path, kind, batch) -> None:
     """Prompts of 33 tokens; passes once llama.cpp keeps a batch's features until they are read."""
     head = deepcopy(eagle3) if kind == "eagle3" else feature_head(target, kind)
     attention = head.layer if kind == "eagle3" else head.layers[-1]
@@ -223,9 +217,7 @@ def test_llamacpp_reads_prompts_in_batches(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_llamacpp_serves_heads_of_the_types_that_the_table_says(
-    tmp_path: Path, family: str
-) -> None:
+def test_llamacpp_serves_heads_of_the_types_that_the_table_says(tmp_path, family) -> None:
     """A server with a head of a type that gives no inputs of layers ends at its first request."""
     target = made(tmp_path / "target", family=family)
     head = feature_head(target, "eagle3")

@@ -107,9 +107,7 @@ def answers(url: str) -> bool:
 
 @needs(VLLM)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_vllm_hands_out_the_states_that_we_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_vllm_hands_out_the_states_that_we_compute(tmp_path, monkeypatch, family) -> None:
     """Documents that share their beginnings, up to the whole context, prefilled in pieces."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     folder = save_target(tmp_path / "target", family, num_hidden_layers=4)
@@ -157,9 +155,7 @@ def arguments_of(inputs: Path, storage: Path, kind: str) -> list[str]:
 
 @needs(VLLM)
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
-def test_a_head_learns_from_vllm_what_it_learns_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_head_learns_from_vllm_what_it_learns_here(tmp_path, monkeypatch, kind) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     inputs = save_inputs(tmp_path / "inputs")
@@ -203,9 +199,7 @@ def small_disk(folder: Path) -> None:
 
 @needs(VLLM)
 @pytest.mark.parametrize("fault", ["killed", "restarted", "full"])
-def test_what_befalls_vllm_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_what_befalls_vllm_changes_nothing(tmp_path, monkeypatch, fault) -> None:
     """One of two servers dies; the only one is started anew; its folder is full for a while."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -243,9 +237,7 @@ def test_what_befalls_vllm_changes_nothing(
 
 
 @needs(VLLM)
-def test_vllm_served_with_a_head_passes_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_served_with_a_head_passes_the_check(tmp_path, monkeypatch) -> None:
     """Prompts whose texts end at the limit, in a window with room for the drafts behind it."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     folder = save_target(tmp_path / "target", num_hidden_layers=6)

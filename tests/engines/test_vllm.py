@@ -107,9 +107,7 @@ SAVED = [
 
 @needs(VLLM)
 @pytest.mark.parametrize(("kind", "settings"), SAVED)
-def test_vllm_drafts_and_accepts_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, kind: str, settings: dict[str, Any]
-) -> None:
+def test_vllm_drafts_and_accepts_what_we_do(target, prompts, tmp_path, kind, settings) -> None:
     """A saved head in vLLM: our texts token for token, our counts to the unit."""
     torch.manual_seed(0)
     how = {name: each for name, each in settings.items() if name != "num_ids"}
@@ -235,9 +233,7 @@ def our_counts(target: Target, drafter: Drafter, prompt: list[int], depth: int) 
 
 @needs(VLLM)
 @pytest.mark.parametrize(("shortest", "longest", "depth"), [(1, 3, 5), (2, 2, 4), (2, 4, 8)])
-def test_vllm_looks_up_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, shortest, longest, depth
-) -> None:
+def test_vllm_looks_up_what_we_do(target, prompts, tmp_path, shortest, longest, depth) -> None:
     """Method `ngram`, where prompts repeat themselves and the target soon does."""
     twice = [prompt + other + prompt for prompt, other in pairwise([*prompts, prompts[0]])]
     limits = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
@@ -253,9 +249,7 @@ def test_vllm_looks_up_what_we_do(
 
 
 @needs(VLLM)
-def test_vllm_drafts_with_a_model_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_vllm_drafts_with_a_model_what_we_do(target, prompts, tmp_path) -> None:
     """Method `draft_model`: the target itself with noise in its weights."""
     noisy = deepcopy(target.model)
     torch.manual_seed(0)
@@ -277,9 +271,7 @@ def test_vllm_drafts_with_a_model_what_we_do(
     reason="vLLM 0.32 gives heads beside a token_map vocab_size rows, and does not count token_map "
     "as loaded",
 )
-def test_vllm_drafts_with_pruned_medusa_heads(
-    target: Target, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_vllm_drafts_with_pruned_medusa_heads(target, prompts, tmp_path) -> None:
     """Heads of 64 ids with their token_map; passes once vLLM loads them, as with both mended."""
     trained = noisy_head(target)
     seen = torch.tensor([token for text in texts(target, 6, 40) for token in text])

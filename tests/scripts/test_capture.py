@@ -98,9 +98,7 @@ def test_rows_are_those_that_training_without_a_store_packs(whole: Path, inputs:
 
 
 @pytest.mark.parametrize("state_format", [StateFormat.int8, StateFormat.fp8])
-def test_top_k_teacher_and_one_byte_states(
-    inputs: Path, tmp_path: Path, state_format: StateFormat
-) -> None:
+def test_top_k_teacher_and_one_byte_states(inputs, tmp_path, state_format) -> None:
     config = settings(
         inputs, tmp_path / "store", format=state_format, teacher=TeacherKind.top_k, top_k=7,
         layers=[3, 1], micro_batch_size=1, num_replay_prompts=0,
@@ -175,9 +173,7 @@ def test_the_ends_are_the_targets(whole: Path, inputs: Path) -> None:
     assert ends.tokenizer.chat_template == target.tokenizer.chat_template
 
 
-def test_a_second_start_does_nothing_twice(
-    whole: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_does_nothing_twice(whole, inputs, monkeypatch) -> None:
     def stop(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
@@ -274,9 +270,7 @@ def in_turn(processes: int, config: CaptureRun, monkeypatch: pytest.MonkeyPatch)
         capture(config, SHARD_BYTES)
 
 
-def test_shards_do_not_depend_on_who_writes_them(
-    whole: Path, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_do_not_depend_on_who_writes_them(whole, inputs, tmp_path, monkeypatch) -> None:
     in_turn(3, settings(inputs, tmp_path / "store"), monkeypatch)
     assert files(tmp_path / "store") == files(whole)
 
@@ -334,9 +328,7 @@ def test_too_small_a_disk_is_refused_before_the_target_is_loaded(
         assert f"  {line}, 0.00 GiB\n" in said
 
 
-def test_what_the_folder_or_the_target_does_not_allow_is_refused(
-    whole: Path, inputs: Path, tmp_path: Path
-) -> None:
+def test_what_the_folder_or_the_target_does_not_allow_is_refused(whole, inputs, tmp_path) -> None:
     (tmp_path / "mine/file").parent.mkdir()
     (tmp_path / "mine/file").touch()
     new = tmp_path / "store"
@@ -366,9 +358,7 @@ def test_answers_that_a_generation_config_would_change_are_another_store(
         captured(tmp_path / "inputs", tmp_path / "store")
 
 
-def test_what_was_killed_before_it_had_a_plan_is_begun_again(
-    whole: Path, inputs: Path, tmp_path: Path
-) -> None:
+def test_what_was_killed_before_it_had_a_plan_is_begun_again(whole, inputs, tmp_path) -> None:
     (tmp_path / "capture.json.tmp").write_text('{"vers')
     lock = tmp_path / ".lock.0a1b.tmp"
     lock.touch()
@@ -377,9 +367,7 @@ def test_what_was_killed_before_it_had_a_plan_is_begun_again(
     assert files(store) == files(whole)
 
 
-def test_an_output_head_that_is_no_plain_projection_is_refused(
-    inputs: Path, tmp_path: Path
-) -> None:
+def test_an_output_head_that_is_no_plain_projection_is_refused(inputs, tmp_path) -> None:
     target = load_target(settings(inputs, tmp_path).target, CPU)
     hook = target.output_head.register_forward_hook(lambda _module, _inputs, output: output * 2)
     with pytest.raises(InputError, match="is more than a projection"):
@@ -406,9 +394,7 @@ def test_the_manifest_says_where_a_store_is_from(whole: Path, inputs: Path) -> N
 
 
 @pytest.mark.parametrize("seen", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_states_may_come_from_an_engine(
-    seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_may_come_from_an_engine(seen, tmp_path, monkeypatch) -> None:
     """From its folder, or over a relay where this machine does not see it."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     inputs = save_inputs(tmp_path / "inputs")

@@ -61,9 +61,7 @@ def run(heads: Path, kind: str, engine: str, out_dir: Path, **settings: Any) -> 
     export.main(ExportRun(**(chosen | settings)))
 
 
-def test_a_head_of_another_target_is_told_of(
-    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_head_of_another_target_is_told_of(heads, tmp_path, verified, capsys) -> None:
     where = TargetConfig(path=str(heads / "target"))
     made_for = identify_target(where, load_target_tokenizer(where), torch.float32)
     for weights, told in ((made_for.weights, False), ("0" * 64, True)):
@@ -77,9 +75,7 @@ def test_a_head_of_another_target_is_told_of(
         ) == told
 
 
-def test_a_head_of_another_checkouts_embedded_target_finds_it(
-    tmp_path: Path, verified: list[Path]
-) -> None:
+def test_a_head_of_another_checkouts_embedded_target_finds_it(tmp_path, verified) -> None:
     target = load_target(TargetConfig(path=TARGET_PATH), torch.device("cpu"))
     head = noisy_head(target, num_heads=2)
     head.config = replace(head.config, target="/elsewhere/data/embedded/target")
@@ -263,9 +259,7 @@ def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, 
     assert all(written[name].equal(each.bfloat16()) for name, each in trained.items())
 
 
-def test_what_the_reader_refuses_stays_and_is_said(
-    heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_reader_refuses_stays_and_is_said(heads, tmp_path, monkeypatch) -> None:
     def verify(folder: Path) -> Any:
         raise InputError(f"{folder}: logits differ")
 
@@ -314,9 +308,7 @@ def test_a_folder_of_other_files_is_not_written(heads: Path, tmp_path: Path, ver
         assert sorted(folder.rglob("*")) == held
 
 
-def test_an_impossible_cell_is_refused_before_the_target_is_loaded(
-    heads: Path, tmp_path: Path
-) -> None:
+def test_an_impossible_cell_is_refused_before_the_target_is_loaded(heads, tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     target = TargetConfig(path=str(tmp_path))

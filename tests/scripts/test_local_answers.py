@@ -83,9 +83,7 @@ def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> N
     assert answer["content"] == said.strip()
 
 
-def test_the_target_multiplies_over_packed_weights(
-    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_multiplies_over_packed_weights(target_path, tmp_path, monkeypatch) -> None:
     found: list[object] = []
     monkeypatch.setattr(regenerate, "pack_weights", lambda *modules: found.extend(modules))
     run_local(target_path, chats(tmp_path / "in.jsonl", num_rows=1), tmp_path / "out")
@@ -112,10 +110,7 @@ def test_answers_end_with_the_stop_texts_of_the_generation_config(tmp_path: Path
 
 
 def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
-    target_path: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    target_path, tmp_path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
     data = chats(tmp_path / "in.jsonl", num_rows=7)
@@ -128,9 +123,7 @@ def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
         assert (" tokens/s]" in last, "row/s" in last) == (True, forecasts), last
 
 
-def test_resumed_answers_equal_uninterrupted_ones(
-    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_answers_equal_uninterrupted_ones(target_path, tmp_path, monkeypatch) -> None:
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     settings = {"batch_size": 3, "temperature": 0.8}
     monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
@@ -157,9 +150,7 @@ def test_resumed_answers_equal_uninterrupted_ones(
     assert run_local(target_path, data, tmp_path / "other", **settings, seed=1) != clean
 
 
-def test_rows_that_do_not_fit_the_window(
-    target_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_do_not_fit_the_window(target_path, tmp_path, capsys) -> None:
     data = write_rows(tmp_path / "in.jsonl", [{"turns": ["x" * 600]}, {"turns": ["short?"]}])
     with pytest.raises(InputError, match=r"in\.jsonl:1: \d+ prompt tokens leave no room"):
         run_local(target_path, data, tmp_path / "out")

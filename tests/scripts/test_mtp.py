@@ -51,9 +51,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
         "NemotronHForCausalLM",
     ],
 )  # fmt: skip
-def test_a_trained_layer_is_stitched_and_nothing_else_changes(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_a_trained_layer_is_stitched_and_nothing_else_changes(architecture, tmp_path) -> None:
     target, layer = target_with_layer(architecture)
     folder, head = saved(tmp_path / "model", architecture), trained(tmp_path / "head", architecture)
     before = all_tensors(folder)
@@ -177,9 +175,7 @@ def test_copies_that_are_there_stay(tmp_path: Path) -> None:
     assert {after[name].dtype for name in COPIES} == {torch.float16}
 
 
-def test_a_merge_names_the_command_that_gives_the_layer_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_names_the_command_that_gives_the_layer_back(tmp_path, capsys) -> None:
     base = saved(tmp_path / "base", "Glm4MoeForCausalLM")
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"])
@@ -253,9 +249,7 @@ def test_a_layer_is_written_in_the_dtype_of_most_of_the_models_floats(tmp_path: 
         ({"architectures": ["Glm4MoeForCausalLM"]}, r"name a layer of its own kind"),
     ],
 )
-def test_another_model_is_refused_and_nothing_is_written(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_another_model_is_refused_and_nothing_is_written(changes, message, tmp_path) -> None:
     folder = saved(tmp_path / "model", "MiMoForCausalLM")
     head = trained(tmp_path / "head", "MiMoForCausalLM")
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -276,9 +270,7 @@ def test_another_model_is_refused_and_nothing_is_written(
         (["model.layers.0.mlp"], 4 + 1 + 3 * 5 + 1 + 1),
     ],
 )
-def test_a_quantised_model_must_say_that_the_layer_is_none(
-    listed: list[str], missing: int, tmp_path: Path
-) -> None:
+def test_a_quantised_model_must_say_that_the_layer_is_none(listed, missing, tmp_path) -> None:
     folder = saved(tmp_path / "model", "Qwen3NextForCausalLM")
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"ignore": listed}}

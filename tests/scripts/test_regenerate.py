@@ -71,9 +71,7 @@ def test_every_answer_is_replaced_in_the_context_of_the_new_ones(tmp_path: Path)
 @pytest.mark.parametrize(
     ("model", "norms"), [("me/model", True), ("me/model-GGUF/model-Q4_1.gguf", False)]
 )
-def test_turns_become_conversations_that_load_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, norms: bool
-) -> None:
+def test_turns_become_conversations_that_load_again(tmp_path, capsys, model, norms) -> None:
     """The next line trains EAGLE-3.1, whose norms a target in llama.cpp has no place for."""
     data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"], "category": "math"}])
     with ChatServer() as server:
@@ -90,9 +88,7 @@ def test_turns_become_conversations_that_load_again(
     assert row["category"] == "math"
 
 
-def test_failures_are_retried_and_requests_overlap(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_retried_and_requests_overlap(tmp_path, capsys) -> None:
     data = chats(tmp_path / "in.jsonl")
     with ChatServer(delay_s=0.02) as server:
         server.faults = [(500, {}), "drop", (500, {}), (429, {"Retry-After": "0.5"}), (503, {})]
@@ -106,9 +102,7 @@ def test_failures_are_retried_and_requests_overlap(
     assert "5 requests were repeated" in capsys.readouterr().out
 
 
-def test_rows_that_keep_failing_are_listed_and_retried_at_the_next_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_keep_failing_are_listed_and_retried_at_the_next_start(tmp_path, capsys) -> None:
     data = chats(tmp_path / "in.jsonl")
     with ChatServer() as server:
         server.fault_for = lambda body: (
@@ -139,9 +133,7 @@ def test_a_dead_server_stops_the_run_early(tmp_path: Path) -> None:
         run_with(server, data, tmp_path / "out", max_retries=1)
 
 
-def test_a_refused_row_stops_or_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_row_stops_or_is_left_out(tmp_path, capsys) -> None:
     data = chats(tmp_path / "in.jsonl")
     with ChatServer() as server:
         server.fault_for = lambda body: (
@@ -157,10 +149,7 @@ def test_a_refused_row_stops_or_is_left_out(
 @pytest.mark.parametrize(
     ("status", "hint"), [(401, "api_key_env"), (403, "may not use"), (404, "usually ends in /v1")]
 )
-def test_the_key_is_sent_and_never_shown(
-    status: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_the_key_is_sent_and_never_shown(status, hint, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     data = chats(tmp_path / "in.jsonl")
     with ChatServer() as server:
@@ -175,9 +164,7 @@ def test_the_key_is_sent_and_never_shown(
         assert KEY not in path.read_text()
 
 
-def test_truncated_and_empty_answers_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_and_empty_answers_are_counted(tmp_path, capsys) -> None:
     data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"]}, {"turns": ["silence?"]}])
     with ChatServer() as server:
         server.finish_reason = lambda body: "length" if len(body["messages"]) > 1 else "stop"
@@ -369,9 +356,7 @@ def test_a_call_without_arguments_is_kept(tmp_path: Path, arguments: object) -> 
 
 
 @pytest.mark.parametrize(("reason", "cut"), [("stop", []), ("length", [0]), ("abort", [0])])
-def test_an_answer_that_the_target_had_not_ended_is_named(
-    tmp_path: Path, reason: str, cut: list[int]
-) -> None:
+def test_an_answer_that_the_target_had_not_ended_is_named(tmp_path, reason, cut) -> None:
     with ChatServer() as server:
         server.finish_reason = lambda _: reason
         (found,) = run_rows(server, tmp_path, [{"turns": ["a"]}])
@@ -380,9 +365,7 @@ def test_an_answer_that_the_target_had_not_ended_is_named(
     assert record.truncated_messages == frozenset({1} if cut else ())
 
 
-def test_a_conversation_ends_before_a_result_that_no_answer_called(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_ends_before_a_result_that_no_answer_called(tmp_path, capsys) -> None:
     calls = assistant("") | {"tool_calls": [CALL]}
     row = {"messages": [user("a"), calls, RESULT, assistant("b"), user("c"), assistant("d")]}
     with ChatServer() as server:

@@ -102,9 +102,7 @@ def test_a_file_that_is_being_written_is_waited_for(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [None, KEY[:-1], KEY + "x"])
-def test_nobody_without_the_token_is_answered(
-    given: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_without_the_token_is_answered(given, folder, monkeypatch) -> None:
     if given is not None:
         monkeypatch.setenv(RELAY_TOKEN_VARIABLE, given)
     with relaying(folder, KEY) as server:
@@ -265,9 +263,7 @@ def test_no_path_leads_out_of_the_folder(folder: Path) -> None:
     assert all((folder / name).exists() for name in secrets)
 
 
-def test_links_are_not_followed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_not_followed(folder, tmp_path, monkeypatch) -> None:
     outside = tmp_path / "outside.safetensors"
     outside.write_bytes(CONTENT)
     (folder / "link.safetensors").symlink_to(outside)
@@ -282,9 +278,7 @@ def test_links_are_not_followed(
     assert not (folder / "link.safetensors").is_symlink()
 
 
-def test_a_write_that_failed_has_a_status_of_its_own_and_so_has_all_but_reading(
-    folder: Path,
-) -> None:
+def test_a_write_that_failed_has_a_status_of_its_own_and_so_has_all_but_reading(folder) -> None:
     with relaying(folder) as server:
         for method in ("POST", "PUT", "HEAD"):
             assert asked(server, method, f"/{NAME}")[0] == 501

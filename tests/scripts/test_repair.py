@@ -153,14 +153,7 @@ LAYERS = "hidden states [2, 4], not [3, 5]"
         pytest.param("peagle", eagle_layers, LAYERS, marks=slow),
     ],
 )
-def test_a_fault_is_named_and_mended(
-    folder: Path,
-    heads: Callable[[str], Path],
-    tmp_path: Path,
-    name: str,
-    fault: Callable[[dict[str, Any]], None],
-    words: str,
-) -> None:
+def test_a_fault_is_named_and_mended(folder, heads, tmp_path, name, fault, words) -> None:
     repair.main(settings(folder, broken(heads(name), tmp_path, fault), tmp_path / "out"))
     whole, mended = load_head(str(heads(name))), load_head(str(tmp_path / "out/head"))
     assert shown(mended) == shown(whole)
@@ -180,12 +173,7 @@ def shown(head: Any) -> dict[str, Any]:
     return vars(head.config) | {"llama": head.config.llama.to_dict()}
 
 
-def test_a_right_head_is_left_alone(
-    folder: Path,
-    heads: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_right_head_is_left_alone(folder, heads, tmp_path, capsys) -> None:
     repair.main(settings(folder, heads("dflash"), tmp_path / "out"))
     assert "so the files are right" in capsys.readouterr().out
     assert not (tmp_path / "out/head").exists()
@@ -202,9 +190,7 @@ def test_a_right_head_is_left_alone(
 
 
 @pytest.mark.slow
-def test_readings_are_as_long_as_the_shortest(
-    folder: Path, heads: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_readings_are_as_long_as_the_shortest(folder, heads, tmp_path) -> None:
     """A block of 5 that begins behind its anchor drafts 4."""
     repair.main(settings(folder, heads("dspark"), tmp_path / "out"))
     rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
@@ -214,9 +200,7 @@ def test_readings_are_as_long_as_the_shortest(
 
 
 @pytest.mark.slow
-def test_two_faults_are_found_one_after_the_other(
-    folder: Path, heads: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_faults_are_found_one_after_the_other(folder, heads, tmp_path, capsys) -> None:
     head = broken(heads("dflash"), tmp_path, dflash_layers, theta)
     repair.main(settings(folder, head, tmp_path / "out"))
     assert "the files should say" in capsys.readouterr().out

@@ -92,9 +92,7 @@ def test_a_job_that_fails_is_not_queued_again(inputs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_first_nodes_of_a_job_serve_the_target_to_the_others(
-    inputs: Path, tmp_path: Path
-) -> None:
+def test_the_first_nodes_of_a_job_serve_the_target_to_the_others(inputs, tmp_path) -> None:
     """By a relay, as a trainer sees no folder of another node; both end with the job."""
     (tmp_path / "there").mkdir()
     taps = ServerFeatureLayers((2,), 2, 32, None)

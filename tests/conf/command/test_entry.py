@@ -106,9 +106,7 @@ def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path
         ("train/medusa.py", "data.columns.prompt", None),
     ],
 )
-def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(
-    entry: str, key: str, told: str | None
-) -> None:
+def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(entry, key, told) -> None:
     if told is None:
         words.check_setting_exists(COMMANDS[entry].schema, key)
         return

@@ -61,9 +61,7 @@ def test_every_setting_has_words(entry: str) -> None:
         assert each.description[-1] in ".)", each.name
 
 
-def test_help_is_printed_at_the_door(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_printed_at_the_door(monkeypatch, capsys) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(sys, "argv", ["train/medusa.py", "--help", "seed=7", "seed", "log.project"])
     with pytest.raises(SystemExit, match=r"^0$"):

@@ -168,12 +168,7 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
         ("train/medusa.py rows.jsonl", "rows.jsonl: not a setting; type KEY=VALUE, --help lists"),
     ],
 )
-def test_what_was_meant_is_named(
-    typed: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_was_meant_is_named(typed, message, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", typed.split())
     with pytest.raises(SystemExit, match=r"^2$"):
         COMMANDS[typed.split(maxsplit=1)[0]].parse_command_line()
@@ -182,9 +177,7 @@ def test_what_was_meant_is_named(
     assert message in said
 
 
-def test_options_of_hydra_and_values_that_look_like_options_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_of_hydra_and_values_that_look_like_options_pass(monkeypatch) -> None:
     for typed in ("--cfg job", "-m seed=1,2", "--package _global_ -c job", "log.project=--x"):
         monkeypatch.setattr("sys.argv", ["train/medusa.py", *typed.split()])
         EAGLE._check_typed_forms(typed.split())

@@ -143,9 +143,7 @@ def test_a_folder_holds_one_contest(tmp_path: Path) -> None:
         ({"parts": [ContestPart.report]}, r"headsmith\.json is missing; run the other parts"),
     ],
 )
-def test_what_cannot_begin_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_begin_is_refused(tmp_path, changes, message) -> None:
     begin_inputs(tmp_path)
     with pytest.raises(InputError, match=message):
         contest.main(settings(tmp_path, **changes))
@@ -155,9 +153,7 @@ def task(folder: Path, code: str) -> Stage:
     return Stage("a task", folder / "result", [sys.executable, "-c", code])
 
 
-def test_what_is_there_is_not_made_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_there_is_not_made_again(tmp_path, capsys) -> None:
     (tmp_path / "result").touch()
     done = task(tmp_path, "raise SystemExit(3)")
     left = Stage("left", tmp_path / "new",
@@ -173,9 +169,7 @@ def test_a_task_that_fails_shows_its_last_lines(tmp_path: Path) -> None:
         contest.run_task(task(tmp_path, "print('error: why'); raise SystemExit(3)"), tmp_path)
 
 
-def test_a_contest_that_is_stopped_stops_its_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contest_that_is_stopped_stops_its_task(tmp_path, monkeypatch) -> None:
     wait, codes = subprocess.Popen.wait, list[int]()
 
     def stopped(child: "subprocess.Popen[bytes]") -> int:
@@ -192,9 +186,7 @@ def test_a_contest_that_is_stopped_stops_its_task(
     assert codes == [-signal.SIGTERM]
 
 
-def test_a_contest_first_ends_what_a_killed_one_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contest_first_ends_what_a_killed_one_left(tmp_path, monkeypatch) -> None:
     begin_inputs(tmp_path)
     folders: list[Path] = []
     monkeypatch.setattr(contest, "end_orphans", folders.append)

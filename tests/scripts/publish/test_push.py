@@ -148,9 +148,7 @@ def upload(run_dir: Path, **changes: object) -> None:
     push.main(PushRun(head=head, **{"repo_id": "me/qwen-medusa", **changes}))  # type: ignore[arg-type]
 
 
-def test_push_then_load_from_the_hub_gives_the_same_head(
-    hub: HubServer, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_push_then_load_from_the_hub_gives_the_same_head(hub, run_dir, tmp_path, capsys) -> None:
     upload(run_dir)
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
@@ -165,9 +163,7 @@ def test_push_then_load_from_the_hub_gives_the_same_head(
     assert TOKEN not in said.out + said.err
 
 
-def test_a_dry_run_ends_with_the_push(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_ends_with_the_push(run_dir, tmp_path, capsys) -> None:
     staged = dry(run_dir, tmp_path, private=False)
     said = capsys.readouterr().out
     assert "links after upload: https://huggingface.co/me/qwen-medusa\n" in said
@@ -240,9 +236,7 @@ def test_card_says_what_was_measured_and_how_to_use_it(
         assert text in body
 
 
-def test_push_and_card_begin_with_the_verdict_of_the_figures(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_push_and_card_begin_with_the_verdict_of_the_figures(run_dir, tmp_path, capsys) -> None:
     said = "The verdict of speedup.json: This head is not worth serving: medusa_chain decodes at "
     card = (dry(run_dir, tmp_path) / "README.md").read_text()
     assert said in card[: card.index("## Use")]
@@ -262,9 +256,7 @@ def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Pa
     assert "chat_template_kwargs" not in format_readme(head, ExportFormat.vllm, [], PROVENANCE)
 
 
-def test_card_says_what_was_trained_on_and_digests_stay_at_home(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_card_says_what_was_trained_on_and_digests_stay_at_home(run_dir, tmp_path) -> None:
     head = str(run_dir / "head")
     own = {"chat_template_kwargs": {}, "target_dtype": "float32", "sha256": "ab"}
     trained = own | {"head": head, "num_trained": 3, "num_dialogues": 4, "target_dtype": "bfloat16"}
@@ -318,9 +310,7 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
     assert " target.path=me/tiny-chat " in card
 
 
-def test_the_target_of_a_gguf_head_is_a_file_on_the_hub(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_target_of_a_gguf_head_is_a_file_on_the_hub(run_dir, tmp_path, capsys) -> None:
     make_head(run_dir / "head", target="models/chat.Q4_1.gguf")
     with pytest.raises(InputError, match=r"owner/name/chat\.Q4_1\.gguf, the target's file"):
         dry(run_dir, tmp_path)
@@ -451,9 +441,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "staged").exists()
 
 
-def test_hub_refusals_are_explained(
-    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_refusals_are_explained(hub, run_dir, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"may not write there \(HTTP 403\)"):
         upload(run_dir, repo_id="others/head")
     upload(run_dir, private=False)
@@ -467,9 +455,7 @@ def test_hub_refusals_are_explained(
         upload(run_dir, repo_id="me/new")
 
 
-def test_an_unreachable_hub_is_named(
-    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_is_named(hub, run_dir, monkeypatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
         upload(run_dir)
@@ -539,9 +525,7 @@ def card_of(hub: HubServer) -> str:
     return (hub.repos[REPO].files("main") or {})["README.md"].decode()
 
 
-def test_a_head_of_a_private_target_stays_private_unless_told(
-    hub: HubServer, run_dir: Path
-) -> None:
+def test_a_head_of_a_private_target_stays_private_unless_told(hub, run_dir) -> None:
     add_target(hub)
     hub.repos["Qwen/Qwen3-8B"].private = True
     with pytest.raises(InputError, match=r"private=false: Qwen/Qwen3-8B is a private .*leave priv"):
@@ -583,22 +567,14 @@ def test_the_card_tells_a_gated_targets_terms(hub: HubServer, run_dir: Path) -> 
         ({}, "the card will name no licence"),
     ],
 )
-def test_a_licence_is_suggested_and_never_taken(
-    hub: HubServer,
-    run_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    card: dict[str, str],
-    said: str,
-) -> None:
+def test_a_licence_is_suggested_and_never_taken(hub, run_dir, capsys, card, said) -> None:
     add_target(hub, card=card)
     upload(run_dir)
     assert said in capsys.readouterr().out
     assert "license:" not in card_of(hub)
 
 
-def test_an_unknown_target_is_said_to_be_unknown(
-    hub: HubServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_target_is_said_to_be_unknown(hub, run_dir, capsys) -> None:
     upload(run_dir, private=False)
     assert (
         f"Qwen/Qwen3-8B: {hub.url} does not show it to you; it is private to others, or deleted. "

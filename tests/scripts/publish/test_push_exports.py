@@ -170,9 +170,7 @@ def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
     )
 
 
-def test_the_card_has_no_line_with_which_the_engine_would_crash(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_the_card_has_no_line_with_which_the_engine_would_crash(hub, tmp_path) -> None:
     head = make_head(random_target("qwen2", num_hidden_layers=6))
     head.save(tmp_path / "head", dict(PROVENANCE))
     exports = [tmp_path / engine for engine in ("vllm", "llamacpp")]
@@ -184,9 +182,7 @@ def test_the_card_has_no_line_with_which_the_engine_would_crash(
     assert "vllm serve" in card and "llama-server -m" not in card
 
 
-def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(
-    target: Target, hub: HubServer, run_dir: Path
-) -> None:
+def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(target, hub, run_dir) -> None:
     export(make_head(target), ExportFormat.llamacpp, run_dir / "gguf")
     pushed(run_dir, head=HeadRef(path=str(run_dir / "gguf")), exports=[])
     assert set(hub.repos[REPO].files("main") or {}) == {
@@ -205,9 +201,7 @@ def test_a_dry_run_writes_a_folder_for_each_repository(run_dir: Path, tmp_path: 
     assert (tmp_path / "out" / "toy-eagle3-vllm" / PARITY).is_file()
 
 
-def test_an_export_that_no_longer_computes_the_head_stays_at_home(
-    hub: HubServer, run_dir: Path
-) -> None:
+def test_an_export_that_no_longer_computes_the_head_stays_at_home(hub, run_dir) -> None:
     config = run_dir / "vllm" / "config.json"
     changed = json.loads(config.read_text()) | {"rms_norm_eps": 0.1}
     config.write_text(json.dumps(changed))
@@ -216,18 +210,14 @@ def test_an_export_that_no_longer_computes_the_head_stays_at_home(
     assert not hub.repos
 
 
-def test_an_export_of_another_head_is_refused(
-    target: Target, hub: HubServer, run_dir: Path
-) -> None:
+def test_an_export_of_another_head_is_refused(target, hub, run_dir) -> None:
     export(make_head(target, seed=1), ExportFormat.sglang, run_dir / "sglang")
     with pytest.raises(InputError, match=r"sglang: its [\w.]+ differs from that of head\.path"):
         pushed(run_dir)
     assert not hub.repos
 
 
-def test_exports_in_bfloat16_are_of_the_same_head(
-    target: Target, run_dir: Path, tmp_path: Path
-) -> None:
+def test_exports_in_bfloat16_are_of_the_same_head(target, run_dir, tmp_path) -> None:
     export(make_head(target).to(torch.bfloat16), ExportFormat.vllm, run_dir / "vllm")
     pushed(run_dir, dry_run=True, out_dir=str(tmp_path / "out"))
     weights = load_file(tmp_path / "out" / "vllm" / "model.safetensors")
