@@ -108,3 +108,8 @@ def unrolled(head: EagleHead, ids: Tensor, features: Tensor, num_steps: int) -> 
     allowed = build_causal_range(Documents.from_length(len(rows), torch.device("cpu")), rows)
     steps = head.unroll(text, ids, rows, BranchCache(text.keys[None], text.values[None], allowed))
     return [head.compute_logits(next(steps)) for _ in range(num_steps)]
+
+
+def accepted_by_depth(counts: list[dict[str, Any]]) -> list[int]:
+    """Accepted draft tokens of all prompts together."""
+    return [sum(column) for column in zip(*(each["accepted"] for each in counts), strict=True)]

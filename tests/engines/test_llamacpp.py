@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 import torch
 from commands import ROOT
-from environments import LLAMACPP, counts_of_llamacpp, needs, opened
+from environments import LLAMACPP, accepted_by_depth, counts_of_llamacpp, needs, opened
 from exports import ROPES
 from feature_heads import fresh, objective_of, settings_of
 from ggufs import save_target_gguf
@@ -110,7 +110,7 @@ def compare(target: Target, head: DraftHead, folder: Path) -> None:
     theirs = counts_of_llamacpp(folder, prompts, NUM_TOKENS, servers)
     for depth, found in zip(DEPTHS, theirs, strict=True):
         assert found == ours(target, head, prompts, depth, [STOP])
-        accepted = [sum(column) for column in zip(*(c["accepted"] for c in found), strict=True)]
+        accepted = accepted_by_depth(found)
         assert min(accepted) > 10
 
 
