@@ -1,5 +1,6 @@
 """Small random targets and a tokenizer, made on the spot."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -39,54 +40,9 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 12},
-    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 32},
-    "gemma3_text": {"sliding_window": 12, "query_pre_attn_scalar": 32, "num_hidden_layers": 6},
-    "phi3": {"partial_rotary_factor": 1.0},
-    "gpt_neox": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": EXPERTS,
-    "gpt_oss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {
-        "attention_chunk_size": 12,
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 96,
-        "no_rope_layers": [1, 0],
-        "layer_types": ["chunked_attention", "full_attention"],
-        "floor_scale": 16,
-    },
-    "gemma4_text": {
-        "sliding_window": 12,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-        "hidden_size_per_layer_input": 8,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_next": {
-        **EXPERTS,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 32,
-    },
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-    },
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
-}
+TINY: dict[str, Any] = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
+"""Settings of tiny models: of families, of targets with an MTP layer, of models with towers."""
+FAMILIES: dict[str, dict[str, Any]] = TINY["families"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
