@@ -32,6 +32,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from chats import assistant, user, write_rows
 from commands import ROOT, Command
 
 LIMIT_S = 900
@@ -160,17 +161,12 @@ def written(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
 # A checkout, and its commands.
 
 
-def module_of(checkout: str) -> str:
-    """The module of the public functions, as docs/python.md imports them."""
+def public(checkout: str) -> Any:
+    """The public functions of a checkout, certainly its own, as docs/python.md imports them."""
     page = Path(checkout, "docs/python.md").read_text()
     found = re.search(r"^from ([\w.]+) import .*load_target", page, re.M)
     assert found, f"{checkout}/docs/python.md imports no load_target"
-    return found[1]
-
-
-def public(checkout: str) -> Any:
-    """The public functions of a checkout, certainly its own."""
-    module = import_module(module_of(checkout))
+    module = import_module(found[1])
     assert Path(str(module.__file__)).resolve().is_relative_to(checkout), module.__file__
     return module
 
@@ -285,10 +281,7 @@ def make_inputs(base: Checkout) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     chats = list(functions())
-    rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in chats
-    ]
+    rows = [{"messages": [user(asked), assistant(said)]} for asked, said in chats]
     write_rows(folder / "chats.jsonl", rows)
     prompts = [{"turns": [asked], "category": asked.split()[0]} for asked, _ in chats[::8]]
     write_rows(folder / "prompts.jsonl", prompts)
@@ -315,10 +308,6 @@ def functions() -> Iterator[tuple[str, str]]:
             lines = (ast.get_source_segment(source, node) or "").splitlines()
             if isinstance(node, ast.FunctionDef) and len(lines) > 4:
                 yield "\n".join(lines[:2]), "\n".join(lines[2:9])
-
-
-def write_rows(file: Path, rows: list[Any]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def api_targets(api: Any, folder: str) -> None:
@@ -737,14 +726,7 @@ def opened(path: Path, out: Path, jobs: int, again: bool) -> Checkout:
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "home").mkdir(parents=True, exist_ok=True)
     os.utime(folder)
-    checkout = Checkout(path, folder, out / f"inputs-{identity()}", jobs)
-    words = [sys.executable, "-c", "import importlib.util as u, sys; "
-             "print(u.find_spec(sys.argv[1]).origin)", module_of(str(path))]  # fmt: skip
-    found = subprocess.run(
-        words, cwd=out, env=checkout.env, check=True, capture_output=True, text=True
-    )
-    assert Path(found.stdout.strip()).is_relative_to(path), f"{path} is shadowed: {found.stdout}"
-    return checkout
+    return Checkout(path, folder, out / f"inputs-{identity()}", jobs)
 
 
 def recorded(checkout: Checkout, room: str) -> Record:

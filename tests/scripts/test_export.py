@@ -95,10 +95,8 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     script, following = pasted(said)
     assert (script, following.endpoint) == ("eval/serve.py", "http://localhost:8000")
     assert following.head.path == str(heads / "eagle")
-    assert (following.target.path, following.data.path) == (
-        str(heads / "target"),
-        PROMPTS_PLACEHOLDER,
-    )
+    assert following.target.path == str(heads / "target")
+    assert following.data.path == PROMPTS_PLACEHOLDER
     assert said.splitlines()[:-3] == [
         "model.safetensors: 15 tensors",
         "parity: max |difference| 3e-06 of logits up to 12",
@@ -248,9 +246,7 @@ def test_what_the_reader_refuses_stays_and_is_said(heads, tmp_path, monkeypatch)
 
     monkeypatch.setattr(export, "check_parity", verify)
     out = tmp_path / "out"
-    with pytest.raises(
-        InputError, match=rf"{out}: logits differ\. {out} is kept, but do not serve it"
-    ):
+    with pytest.raises(InputError, match=rf"{out}: logits differ\. {out} is kept, but do not"):
         run(heads, "medusa", "vllm", out)
     assert (out / "model.safetensors").is_file()
 

@@ -317,9 +317,7 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
         server.call = {"id": "c1", "type": "function", "function": function}
         (found,) = run_rows(server, tmp_path, [row])
     assert {key: found[key] for key in own} == own
-    assert found["messages"][1] == {
-        "role": "assistant", "content": "", "tool_calls": [CALL | {"id": "c1"}],
-    }  # fmt: skip
+    assert found["messages"][1] == assistant("") | {"tool_calls": [CALL | {"id": "c1"}]}
     first, second = sorted(server.bodies, key=lambda body: len(body["messages"]))
     assert first["tools"] == [LOOK]
     assert first["chat_template_kwargs"] == {"enable_thinking": False, "style": "dry"}
@@ -328,12 +326,10 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
 
 
 def test_parts_reach_the_server_and_come_back(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    asked = user("x") | {"content": [{"type": "text", "text": text} for text in ("a", "b")]}
     with ChatServer() as server:
-        (found,) = run_rows(server, tmp_path, [{"messages": [user("x") | {"content": parts}]}])
-    assert (
-        server.bodies[-1]["messages"] == [found["messages"][0]] == [user("x") | {"content": parts}]
-    )
+        (found,) = run_rows(server, tmp_path, [{"messages": [asked]}])
+    assert server.bodies[-1]["messages"] == [found["messages"][0]] == [asked]
 
 
 @pytest.mark.parametrize("arguments", ["", None, "null", {}])

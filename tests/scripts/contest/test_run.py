@@ -36,10 +36,8 @@ def test_a_recipe_is_a_name_with_settings_behind() -> None:
         ("hass", "eagle", ("head=hass",)),
         ("dspark-2", "dspark", ("head.layers=[1, 2]",)),
     ]
-    assert contest.list_head_methods(found)["hass"] == {
-        "chain": "eagle_chain_2",
-        "tree": "eagle_tree_2",
-    }
+    hass = contest.list_head_methods(found)["hass"]
+    assert hass == {"chain": "eagle_chain_2", "tree": "eagle_tree_2"}
 
 
 NOT_BETWEEN = "cannot differ between recipes"
@@ -105,15 +103,13 @@ def test_a_budget_buys_steps(tmp_path: Path) -> None:
 
 def test_every_head_is_trained_alike(tmp_path: Path) -> None:
     config = settings(tmp_path, recipes=["medusa", "eagle3_1 head.num_steps=2"], seed=3)
-    todo = contest.list_training_tasks(config, contest.parse_recipes(config.recipes), tmp_path, 15)
-    command = todo[1].command
+    recipes = contest.parse_recipes(config.recipes)
+    command = contest.list_training_tasks(config, recipes, tmp_path, 15)[1].command
     assert command[:2] == [sys.executable, str(ROOT / "train/eagle.py")]
     assert {"head=eagle3_1", "head.num_steps=2", "train.max_steps=15", "train.batch_size=4",
             "train.resume=auto", "data.max_length=128", "seed=3"} <= set(command)  # fmt: skip
     config.launch = ["--num_processes", "2"]
-    (first, _) = contest.list_training_tasks(
-        config, contest.parse_recipes(config.recipes), tmp_path, 15
-    )
+    (first, _) = contest.list_training_tasks(config, recipes, tmp_path, 15)
     assert first.command[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
 
 

@@ -47,13 +47,8 @@ def make_head(target: Target, seed: int = 0) -> EagleHead:
 
 
 def export(head: EagleHead, engine: ExportFormat, folder: Path) -> None:
-    export_head(
-        head,
-        engine,
-        compute_reference_tensors(head, head.target, num_rows=4, depth=2),
-        folder,
-        PROVENANCE,
-    )
+    values = compute_reference_tensors(head, head.target, num_rows=4, depth=2)
+    export_head(head, engine, values, folder, PROVENANCE)
 
 
 @pytest.fixture
@@ -164,10 +159,8 @@ def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
         assert "hf download me/toy-eagle3 --include 'llamacpp/*' --local-dir toy-eagle3\n" in card
         assert f"llama-server -m llama.gguf -md toy-eagle3/llamacpp/{name} {serve}" in card
     (tmp_path / name).write_bytes(files[f"{place}{name}"])
-    fetched = load_head(str(tmp_path / name)).state_dict()
-    assert fetched["norm.weight"].equal(
-        make_head(target).half().float().state_dict()["norm.weight"]
-    )
+    fetched, half = load_head(str(tmp_path / name)), make_head(target).half().float()
+    assert fetched.norm.weight.equal(half.norm.weight)
 
 
 def test_the_card_has_no_line_with_which_the_engine_would_crash(hub, tmp_path) -> None:
@@ -247,13 +240,7 @@ def test_copies_of_a_gated_targets_weights_are_told(hub: HubServer, tmp_path: Pa
     )
     head.save(tmp_path / "head")
     export(head.eval(), ExportFormat.original, tmp_path / "original")
-    push.main(
-        PushRun(
-            head=HeadRef(path=str(tmp_path / "head")),
-            repo_id=REPO,
-            exports=[str(tmp_path / "original")],
-        )
-    )
+    pushed(tmp_path, base_model=None, exports=[str(tmp_path / "original")])
     assert (
         "[me/gated](https://huggingface.co/me/gated) is gated: users agree to its terms "
         "before they download it, and the terms apply to this head to the extent that it was made "
