@@ -22,64 +22,13 @@ from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer, Repo
 
 ROWS = [{"dialogue": n} for n in range(11)]
-ACCEPTANCE = {
-    "mode": "replay",
-    "tau": 1.8125,
-    "tau_ci95": [1.6, 2.0],
-    "alpha": [0.6, 0.35],
-    "per_position": [0.6, 0.21],
-    "by_category": {
-        "writing": {"tau": 1.75, "ci95": [1.5, 2.0], "num_prompts": 2},
-        "math|code": {"tau": 1.875, "ci95": [1.75, 2.0], "num_prompts": 8},
-        "one": {"tau": 1.25, "ci95": None, "num_prompts": 1},
-    },
-    "num_prompts": 11,
-    "num_tokens": 512,
-    "prompts": ROWS,
-    "static_tree": {
-        "tau": 2.25,
-        "tau_ci95": [2.0, 2.5],
-        "by_category": {"writing": {"tau": 2.125}, "math|code": {"tau": 2.375}, "one": {"tau": 2}},
-    },
-}
-SPEEDUP = {
-    "baseline": "vanilla",
-    "baselines": ["vanilla", "generate"],
-    "methods": {
-        "vanilla": {
-            "tau": 1.0, "tokens_per_s": 20.0, "speedup": 1.0, "efficiency": 1.0, "breakdown": {},
-            "speedup_ci95": None, "prompts": ROWS,
-        },
-        "medusa_chain": {
-            "tau": 1.8, "tokens_per_s": 11.2, "speedup": 0.56, "efficiency": 0.31, "breakdown": {},
-            "speedup_ci95": [0.49, 0.64], "prompts": ROWS,
-        },
-    },
-    "lossless": {"num_prompts": 8, "num_equal": 8, "first_divergences": []},
-}  # fmt: skip
-PROVENANCE = {
-    "target": "Qwen/Qwen3-8B",
-    "config": {
-        "target": {"path": "Qwen/Qwen3-8B"},
-        "data": {"path": "/home/ann/My Data/chats.jsonl", "max_length": 128},
-        "head": {"path": None, "num_heads": 2, "num_layers": 1, "labels": "hard"},
-        "train": {"max_steps": 77, "learning_rate": 0.001, "resume": "/scratch/ann/run/last"},
-        "seed": 3,
-    },
-    "versions": {"torch": "2.13.0"},
-    "argv": ["/home/ann/headsmith/train/medusa.py", "data.path=/home/ann/My Data/chats.jsonl"],
-    "git": "0123abc",
-    "data": {
-        "path": "/home/ann/My Data/chats.jsonl",
-        "num_records": 12345,
-        "num_heldout": 345,
-        "eval_path": "kept.jsonl",
-        "num_truncated": 1200,
-        "sha256": "f00d" * 16,
-        "form": "messages",
-        "bad": ["/home/ann/My Data/chats.jsonl:3: field 'content': found 'my secret diary'"],
-    },
-}
+ACCEPTANCE, SPEEDUP, PROVENANCE = json.loads(
+    (Path(__file__).parent / "run.json").read_text()
+).values()
+"""What a run left: its measurements, and the record of its training."""
+ACCEPTANCE["prompts"] = ROWS
+for figures in SPEEDUP["methods"].values():
+    figures["prompts"] = ROWS
 
 
 def make_head(folder: Path, target: str = "Qwen/Qwen3-8B") -> MedusaHead:
