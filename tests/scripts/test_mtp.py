@@ -168,9 +168,8 @@ def test_copies_that_are_there_stay(tmp_path: Path) -> None:
 
 def test_a_merge_names_the_command_that_gives_the_layer_back(tmp_path, capsys) -> None:
     base = saved(tmp_path / "base", "Glm4MoeForCausalLM")
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"])
-    )
+    lora = LoraConfig(target_modules=["q_proj"])
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(0.01)
@@ -266,9 +265,8 @@ def test_a_quantised_model_must_say_that_the_layer_is_none(listed, missing, tmp_
             run(MtpAction.check, folder, tmp_path / "none")
         run(MtpAction.stitch, folder, tmp_path / "whole", folder)
         folder = tmp_path / "whole"
-        assert (
-            len(load_model_config(folder)["quantization_config"]["ignore"]) == len(listed) + missing
-        )
+        ignored = load_model_config(folder)["quantization_config"]["ignore"]
+        assert len(ignored) == len(listed) + missing
     run(MtpAction.check, folder, tmp_path / "none")
 
 

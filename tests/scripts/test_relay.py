@@ -142,9 +142,7 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
         assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
     client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # the relay's end of it, which outlived it
     monkeypatch.setattr(state_files.time, "sleep", waits.append)
-    with pytest.raises(
-        HiddenStatesError, match=rf"target.relay={url}: \w+Error: .* \(4 attempts\)"
-    ):
+    with pytest.raises(HiddenStatesError, match=rf"relay={url}: \w+Error: .* \(4 attempts\)"):
         client.load_and_delete(THERE, IDS)
     assert waits == [0, 0, 0.01, 0.02]
     (folder / NAME).write_bytes(CONTENT)
@@ -306,9 +304,8 @@ def test_health(folder: Path) -> None:
         found = json.loads(body)
         assert (status, found["files"]) == (200, 2)
         assert 100 <= found["oldest_s"] < 110
-        assert RelayFiles(server.url, 5.0).free_bytes() == pytest.approx(
-            found["free_bytes"], rel=0.1
-        )
+        free = RelayFiles(server.url, 5.0).free_bytes()
+        assert free == pytest.approx(found["free_bytes"], rel=0.1)
         for each in folder.iterdir():
             each.unlink()
         assert json.loads(asked(server, "GET", "/health")[1])["oldest_s"] is None
@@ -332,9 +329,8 @@ def test_old_files_are_deleted(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("0.0.0.0", "10.0.0.5", "::", "gpu-7"):
-        with pytest.raises(
-            InputError, match=rf"host={host}: other machines .* {RELAY_TOKEN_VARIABLE}=\$"
-        ):
+        message = rf"host={host}: other machines .* {RELAY_TOKEN_VARIABLE}=\$"
+        with pytest.raises(InputError, match=message):
             check_relay(RelayRun(folder="x", host=host))
     for host in ("127.0.0.1", "localhost", "::1"):
         check_relay(RelayRun(folder="x", host=host))

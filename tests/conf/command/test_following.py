@@ -114,9 +114,8 @@ def training(path: str | None, out_dir: Path) -> DFlashRun:
 def test_a_training_is_measured_with_its_target_and_prompts_of_the_users_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    following.print_next_command(
-        "train", build_measure_settings(training("me/model", tmp_path), "me/model")
-    )
+    settings = build_measure_settings(training("me/model", tmp_path), "me/model")
+    following.print_next_command("train", settings)
     script, run = pasted(capsys.readouterr().out)
     assert script == "eval/acceptance.py"
     assert run.head.path == str(tmp_path / "head")

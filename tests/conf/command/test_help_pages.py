@@ -46,9 +46,8 @@ def page(entry: str) -> str:
 
 def test_every_command_has_its_door_before_heavy_libraries() -> None:
     scripts = [str(ROOT / entry) for entry in COMMANDS]
-    said = subprocess.run(
-        [sys.executable, "-c", KNOCK, *scripts], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", KNOCK, *scripts]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
     names = [command.name for command in COMMANDS.values()]
     assert (said.stdout, said.stderr) == (f"{names}\n[]\n", "")
 
