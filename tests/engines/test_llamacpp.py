@@ -14,20 +14,22 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 import torch
 from commands import ROOT
-from environments import LLAMACPP, accepted_by_depth, counts_of_llamacpp, needs, opened
+from environments import (
+    LLAMACPP,
+    accepted_by_depth,
+    counts_of_llamacpp,
+    needs,
+    opened,
+    serve_checked,
+)
 from exports import ROPES
 from feature_heads import fresh, objective_of, settings_of
 from ggufs import save_target_gguf
 from toys import save_target, texts, trained
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig
-from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat
-from conf.settings.measure import ServeRun
-from conf.settings.target import Dtype, TargetConfig
 from data.servers.serving_engines import DraftCounts
-from eval import serve
 from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -249,32 +251,14 @@ def test_llamacpp_served_with_a_head_passes_the_check(
     target: Target, eagle3: DraftHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"turns": [f"hello {word}, how are you?"]} for word in ("there", "you", "today")]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ending = tmp_path / "target.gguf"
     save_target_gguf(target, ending, 2)
     eagle3.save(tmp_path / "saved")
     file = exported(eagle3, target, tmp_path)
     settings = server(target, eagle3, file, 3) | {"target": str(ending)}
 
-    def config(url: str, out: str) -> ServeRun:
-        return ServeRun(
-            endpoint=url,
-            target=TargetConfig(path=target.name, dtype=Dtype.float32),
-            data=DataConfig(path=str(prompts)),
-            head=HeadRef(path=str(tmp_path / "saved")),
-            max_new_tokens=48,
-            out_dir=str(tmp_path / out),
-        )
-
     with serving(settings) as url:
-        serve.main(config(url, "out"))
-    result = json.loads((tmp_path / "out" / "serve.json").read_text())
-    assert (result["servers"]["with drafts"]["engine"], result["draft_tokens"]) == ("llamacpp", 3)
-    assert (result["problems"], result["texts"]["num_equal_counts"]) == ([], 3)
-    assert result["served"] == result["replayed"]
-    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+        result = serve_checked(url, "llamacpp", target.name, tmp_path / "saved", tmp_path / "a")
     # More requests at a time than there are prompts are left out.
     assert result["concurrency"].keys() == {"1"}
     per_draft = result["concurrency"]["1"]["methods"]["with drafts"]["per_draft"]
@@ -283,4 +267,4 @@ def test_llamacpp_served_with_a_head_passes_the_check(
         serving(settings | {"metrics": False}) as url,
         pytest.raises(InputError, match="start it with --metrics"),
     ):
-        serve.main(config(url, "none"))
+        serve_checked(url, "llamacpp", target.name, tmp_path / "saved", tmp_path / "b")
