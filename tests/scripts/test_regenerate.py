@@ -200,8 +200,10 @@ def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
     with ChatServer(delay_s=0.02) as server:
         child = os.fork()
         if child == 0:
-            run_with(server, data, tmp_path / "out", temperature=0.5)
-            os._exit(0)
+            try:
+                run_with(server, data, tmp_path / "out", temperature=0.5)
+            finally:
+                os._exit(1)
         while not (written.exists() and written.read_bytes().count(b"\n") >= 8):
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "ended before it could be killed"
             time.sleep(0.005)
