@@ -412,31 +412,23 @@ WEIGHTS = "medusa_lm_head.safetensors"
 REPO = "me/qwen-medusa"
 
 
-def size_of(run_dir: Path) -> int:
-    return (run_dir / "head" / WEIGHTS).stat().st_size
+def test_nothing_that_arrived_is_sent_again(hub: HubServer, run_dir: Path) -> None:
+    weights, picture = (run_dir / "head" / WEIGHTS).read_bytes(), b"\x89PNG not a real picture"
 
+    def received() -> list[int]:
+        return [hub.received[sha256(each).hexdigest()] for each in (weights, picture)]
 
-def received(hub: HubServer, run_dir: Path) -> int:
-    """Bytes of the weights that reached the server, broken uploads included."""
-    return hub.received[sha256((run_dir / "head" / WEIGHTS).read_bytes()).hexdigest()]
-
-
-def test_what_arrived_is_not_sent_again_and_what_is_there_is_left_alone(
-    hub: HubServer, run_dir: Path
-) -> None:
     hub.refuse_after = 10_000
     expected = r"Error while uploading 'medusa_lm_head.safetensors'.*Run the same command again"
     with pytest.raises(InputError, match=expected) as refused:
         upload(run_dir)
     assert "signature" not in str(refused.value)
     assert len(hub.repos[REPO].commits) == 1, "nothing is visible"
-    picture = sha256((run_dir / "acceptance.png").read_bytes()).hexdigest()
-    assert hub.received[picture] == len((run_dir / "acceptance.png").read_bytes())
+    assert received() == [10_000, len(picture)]
     for _ in range(2):
         upload(run_dir)
-        assert hub.received[picture] == len((run_dir / "acceptance.png").read_bytes())
-        assert received(hub, run_dir) == 10_000 + size_of(run_dir)
-        assert len(hub.repos[REPO].commits) == 2
+        assert received() == [10_000 + len(weights), len(picture)]
+        assert len(hub.repos[REPO].commits) == 2, "one commit after the initial one"
 
 
 def test_files_of_an_earlier_head_go_with_the_same_commit(hub: HubServer, run_dir: Path) -> None:
