@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.eagle import EagleForm
 from eval.decode.engine import DecodingBatch, NewTokens, NoDraft, Request, decode_batch
 from eval.decode.verification import AcceptedPaths, TreeOutputs, accept_paths
 from heads.decoding.drafting import Draft, Drafter
@@ -22,8 +22,6 @@ from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.target_model.load import choose_attentions
 from heads.target_model.model import Target, TargetOutput
-from heads.vocab import DraftVocab
-from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96
 SMALL = {
@@ -134,15 +132,10 @@ def eagle_head(
     **settings: Any,
 ) -> EagleHead:
     """A head trained for some steps on the target's own texts, so that it is often right."""
-    config = EagleConfig(form=form, num_steps=3, output_head=OutputHead.copy, **settings)
-    if form is EagleForm.eagle1:
-        config.regression_weight = 1.0
-    # The commonest ids lie scattered, so that draft ids and target ids differ.
-    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    head = EagleHead.from_settings(
-        target, config, DraftVocab.from_counts(counts, num_draft_ids, [0, 1, 2]), seed=0
-    )
-    return trained(EagleObjective(head, target, config), texts(target, 6, 40), num_updates)
+    from feature_heads import feature_head
+
+    settings["draft_vocab_size"] = num_draft_ids
+    return feature_head(target, form.value, num_updates, **settings)
 
 
 def trained(
