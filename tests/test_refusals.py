@@ -381,12 +381,15 @@ def test_refused_at_the_door(entry, given, message, tmp_path, monkeypatch, capfd
 @pytest.mark.parametrize("entry", ["train/medusa.py", "eval/speedup.py", "scripts/capture.py"])
 def test_several_processes_do_not_spread_a_target_each(entry, monkeypatch, capfd) -> None:
     monkeypatch.setattr(sys, "argv", [entry, "target.device_map=auto"])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    COMMANDS[entry].parse_command_line()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match=r"^2$"):
         COMMANDS[entry].parse_command_line()
     told = capfd.readouterr().err
     assert "target.device_map=auto: each of 2 processes (WORLD_SIZE) would spread" in told
-    monkeypatch.setattr(sys, "argv", [entry])
-    COMMANDS[entry].parse_command_line()
+
+
+@pytest.mark.parametrize(("setting", "size"), [("target.device_map=auto", "1"), ("seed=1", "2")])
+def test_one_process_may_spread_it_and_several_need_not(setting, size, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train/medusa.py", setting])
+    monkeypatch.setenv("WORLD_SIZE", size)
+    COMMANDS["train/medusa.py"].parse_command_line()
