@@ -34,6 +34,7 @@ def _as_main(command: list[str], cwd: str, env: dict[str, str], outputs: tuple[s
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     mine = {str(ROOT), str(ROOT / "tests")}
     sys.path[:] = [p for p in sys.path if p and p not in mine]
     if command[0] == "-m":
@@ -73,6 +74,10 @@ class Command:
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return self._outputs[0].read_text()
 
     def communicate(self, timeout: float = 180) -> tuple[str, str]:
         self._process.join(timeout)

@@ -14,13 +14,12 @@ import difflib
 import hashlib
 import inspect
 import json
-import multiprocessing
 import os
 import platform
 import re
-import runpy
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -30,18 +29,12 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
-LIBRARIES = (
-    "accelerate", "datasets", "hydra", "matplotlib.pyplot", "peft", "rich", "safetensors.torch",
-    "torch", "torch._dynamo", "torch.distributed.tensor",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama",
-)  # fmt: skip
-"""What commands import of others: loaded once, in the server that each command is a fork of."""
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(list(LIBRARIES))
+from chats import assistant, user, write_rows
+from commands import ROOT, Command
+
 LIMIT_S = 900
 """Seconds after which a command is ended, which counts as its exit status."""
 NUM_SHOWN = 20
@@ -84,15 +77,13 @@ MASKED_TEXT = (
     (re.compile(r"(headsmith\.json) \([\d,]+ bytes\)"), r"\1 (MASKED bytes)"),
 )
 """In everything that is printed, and in texts of files."""
-COMMANDS = (
-    "train/medusa.py", "train/medusa2.py", "train/eagle.py", "train/peagle.py", "train/dflash.py",
-    "train/dflash2.py", "train/dspark.py", "train/mtp.py", "eval/acceptance.py",
-    "eval/speedup.py", "eval/serve.py", "eval/tree_search.py",
-    "scripts/capture.py", "scripts/compare.py", "scripts/contest/run.py", "scripts/export.py",
-    "scripts/merge_adapter.py", "scripts/mtp.py", "scripts/prune.py", "scripts/push.py",
-    "scripts/regenerate.py", "scripts/relay.py", "scripts/repair.py", "scripts/show_mask.py",
-    "scripts/zoo/check.py",
-)  # fmt: skip
+COMMANDS = tuple(
+    str(script.relative_to(ROOT))
+    for folder in ("train", "eval", "scripts")
+    for script in sorted((ROOT / folder).rglob("*.py"))
+    if "COMMAND.parse_command_line()" in script.read_text() and script.parent.name != "bench"
+)
+"""Commands with settings."""
 OTHER_COMMANDS = (
     "scripts/verify_export.py", "scripts/bench/cpu.py", "scripts/bench/gpu.py",
     "scripts/bench/measure.py",
@@ -170,39 +161,12 @@ def written(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]
 # A checkout, and its commands.
 
 
-def as_main(words: list[str], checkout: str, env: dict[str, str], outputs: list[str]) -> None:
-    """In a fork: `python words` in a checkout, or one of `TASKS` with its public functions."""
-    os.chdir(checkout)
-    os.environ.clear()
-    os.environ.update(env)
-    for descriptor, output in zip((1, 2), outputs, strict=True):
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # Without the folder of this tool, and the checkout that an editable install names.
-    own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-    sys.path[:] = [path for path in sys.path if path.startswith(own)]
-    sys.path.insert(0, checkout)
-    sys.argv = words
-    if words[0] in TASKS:
-        TASKS[words[0]](public(checkout), *words[1:])
-        return
-    sys.path.insert(0, str(Path(words[0]).parent))
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def module_of(checkout: str) -> str:
-    """The module of the public functions, as docs/python.md imports them."""
+def public(checkout: str) -> Any:
+    """The public functions of a checkout, certainly its own, as docs/python.md imports them."""
     page = Path(checkout, "docs/python.md").read_text()
     found = re.search(r"^from ([\w.]+) import .*load_target", page, re.M)
     assert found, f"{checkout}/docs/python.md imports no load_target"
-    return found[1]
-
-
-def public(checkout: str) -> Any:
-    """The public functions of a checkout, certainly its own."""
-    module = import_module(module_of(checkout))
+    module = import_module(found[1])
     assert Path(str(module.__file__)).resolve().is_relative_to(checkout), module.__file__
     return module
 
@@ -269,22 +233,20 @@ class Checkout:
         places["base"] = self.base.folder / "files"
         words = [re.sub(r"\{(out|files|in|base)\}", lambda found: str(places[found[1]]), word)
                  for word in shlex.split(line)]  # fmt: skip
-        printed = [self.files(f"{task}-{name}", f"{self.room}/printed") for name in ("out", "err")]
-        printed[0].parent.mkdir(parents=True, exist_ok=True)
-        outputs = list(map(str, printed))
-        process = FORKS.Process(target=as_main, args=(words, str(self.path), self.env, outputs))
-        process.start()
-        while process.exitcode is None and monotonic() < started + LIMIT_S:
-            process.join(1.0 if until else LIMIT_S)
-            if until and until in printed[0].read_text():
+        if words[0] in TASKS:
+            words.insert(0, __file__)
+        process = Command([sys.executable, *words], self.path, self.env, merged=False)
+        while process.poll() is None and monotonic() < started + LIMIT_S:
+            if until and until in process.printed():
                 break
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        say(f"  {self.room}/{task}: {monotonic() - started:.1f} s, status {process.exitcode}")
-        found: Record = {f"{task}: status": process.exitcode}
-        for name, file in zip(("printed", "error"), printed, strict=True):
-            text = masked(file.read_text(), self.names)
+            sleep(0.2)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        printed = process.communicate()
+        say(f"  {self.room}/{task}: {monotonic() - started:.1f} s, status {process.returncode}")
+        found: Record = {f"{task}: status": process.returncode}
+        for name, said in zip(("printed", "error"), printed, strict=True):
+            text = masked(said, self.names)
             if until and until in text:
                 text = text.partition(until)[0] + until + text.partition(until)[2].split("\n")[0]
             if timed:
@@ -319,10 +281,7 @@ def make_inputs(base: Checkout) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     chats = list(functions())
-    rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in chats
-    ]
+    rows = [{"messages": [user(asked), assistant(said)]} for asked, said in chats]
     write_rows(folder / "chats.jsonl", rows)
     prompts = [{"turns": [asked], "category": asked.split()[0]} for asked, _ in chats[::8]]
     write_rows(folder / "prompts.jsonl", prompts)
@@ -349,10 +308,6 @@ def functions() -> Iterator[tuple[str, str]]:
             lines = (ast.get_source_segment(source, node) or "").splitlines()
             if isinstance(node, ast.FunctionDef) and len(lines) > 4:
                 yield "\n".join(lines[:2]), "\n".join(lines[2:9])
-
-
-def write_rows(file: Path, rows: list[Any]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def api_targets(api: Any, folder: str) -> None:
@@ -753,7 +708,7 @@ def identity() -> str:
     cpu = Path("/proc/cpuinfo")
     found = re.search(r"^model name.*$", cpu.read_text(), re.M) if cpu.exists() else None
     told = [found[0] if found else platform.processor(), sys.version, Path(__file__).read_text()]
-    told += [*REFUSED, str(ROWS)]
+    told += [*REFUSED, str(ROWS), *COMMANDS]
     told += map(version, ("torch", "transformers"))
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
 
@@ -771,14 +726,7 @@ def opened(path: Path, out: Path, jobs: int, again: bool) -> Checkout:
         shutil.rmtree(folder, ignore_errors=True)
     (folder / "home").mkdir(parents=True, exist_ok=True)
     os.utime(folder)
-    checkout = Checkout(path, folder, out / f"inputs-{identity()}", jobs)
-    words = [sys.executable, "-c", "import importlib.util as u, sys; "
-             "print(u.find_spec(sys.argv[1]).origin)", module_of(str(path))]  # fmt: skip
-    found = subprocess.run(
-        words, cwd=out, env=checkout.env, check=True, capture_output=True, text=True
-    )
-    assert Path(found.stdout.strip()).is_relative_to(path), f"{path} is shadowed: {found.stdout}"
-    return checkout
+    return Checkout(path, folder, out / f"inputs-{identity()}", jobs)
 
 
 def recorded(checkout: Checkout, room: str) -> Record:
@@ -824,7 +772,11 @@ def compared(room: str, base: Record, head: Record) -> int:
 
 
 def main() -> int:
-    """1 if any value differs."""
+    """1 if any value differs; in a fork, one of `TASKS` with the functions of its folder."""
+    if sys.argv[1:] and sys.argv[1] in TASKS:
+        sys.path.insert(0, str(Path.cwd()))
+        TASKS[sys.argv[1]](public(str(Path.cwd())), *sys.argv[2:])
+        return 0
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("base", type=Path, help="a checkout")
     parser.add_argument("head", type=Path, help="another, or the same")

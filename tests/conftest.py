@@ -15,5 +15,5 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among what tests make, not among what was imported, which is much."""
+    """Keep what was imported, which is much, out of every search for garbage."""
     gc.freeze()

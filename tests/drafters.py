@@ -23,14 +23,14 @@ from eval.decode.drafters.lookup import (
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft
-from heads.blocks.block_head import BlockDrafter, BlockHead
+from heads.blocks.block_head import BlockDrafter
 from heads.decoding.cache import TreeCache
 from heads.decoding.drafting import CommittedTokens, Drafter
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.eagle import EagleHead
 from heads.eagle.network import EagleDrafter
-from heads.eagle.peagle import PEagleDrafter, PEagleHead
+from heads.eagle.peagle import PEagleDrafter
 from heads.medusa import MedusaDrafter, MedusaHead
 from heads.target_model.model import Target, TargetOutput
 
@@ -53,7 +53,7 @@ def small_target() -> Target:
 def small_models() -> tuple[EagleHead, Target, Target]:
     """A head, a draft model with the target's tokenizer, and one with another."""
     target = small_target()
-    head = small_head("eagle3", layers=[1, 2, 3])
+    head = small_head("eagle3", (1, 2, 3))
     model = copy.deepcopy(target.model)
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -70,19 +70,9 @@ def medusa() -> MedusaHead:
 
 
 @cache
-def blocks(name: str) -> BlockHead:
-    """Block drafters that are sometimes right."""
-    return small_head(name)
-
-
-@cache
-def peagle() -> PEagleHead:
-    """A head that is sometimes right."""
-    return small_head("peagle")
-
-
-def small_head(name: str, **settings: Any) -> Any:
+def small_head(name: str, layers: tuple[int, ...] | None = None) -> Any:
     """A head that has learnt two texts of the target, in ids of its own where it has any."""
+    settings: dict[str, Any] = {} if layers is None else {"layers": [*layers]}
     if name != "dflash":
         settings["draft_vocab_size"] = 280
     with torch.inference_mode(mode=False):  # which the engine makes drafters in
@@ -155,12 +145,14 @@ EVERY_DRAFTER: dict[str, Make] = {
     "medusa tree": lambda *_: MedusaDrafter(medusa(), TREE),
     "eagle chain": lambda how, seeds: EagleDrafter(small_models()[0], 5, how, drafter_seeds(seeds)),
     "eagle tree": lambda *_: EagleDrafter(small_models()[0], DynamicShape(5, 3, 8)),
-    "dflash tree": lambda *_: BlockDrafter(blocks("dflash"), DynamicShape(4, 3, 8)),
+    "dflash tree": lambda *_: BlockDrafter(small_head("dflash"), DynamicShape(4, 3, 8)),
     "dspark chain": lambda how, seeds: BlockDrafter(
-        blocks("dspark, rnn"), 5, how, drafter_seeds(seeds)
+        small_head("dspark, rnn"), 5, how, drafter_seeds(seeds)
     ),
-    "peagle chain": lambda how, seeds: PEagleDrafter(peagle(), 4, how, drafter_seeds(seeds)),
-    "peagle tree": lambda *_: PEagleDrafter(peagle(), DynamicShape(4, 3, 9)),
+    "peagle chain": lambda how, seeds: PEagleDrafter(
+        small_head("peagle"), 4, how, drafter_seeds(seeds)
+    ),
+    "peagle tree": lambda *_: PEagleDrafter(small_head("peagle"), DynamicShape(4, 3, 9)),
     "draft chain": drafting(Tree.make_chain(5)),
     "draft tree": drafting(TREE),
     "draft gaps": drafting(Tree.from_paths([[1], [3], [1, 2]])),
@@ -207,8 +199,8 @@ def positions_read() -> Iterator[dict[str, int]]:
         note("eagle", positions)
         return read(fused, ids, positions)
 
-    attentions = [blocks(name).layers[0].self_attn for name in ("dflash", "dspark, rnn")]
-    attentions.append(peagle().layer.self_attn)
+    attentions = [small_head(name).layers[0].self_attn for name in ("dflash", "dspark, rnn")]
+    attentions.append(small_head("peagle").layer.self_attn)
     rotations = [each.compute_rotation for each in attentions]
 
     def turning(rotation: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from chats import write_rows
 from torch import Tensor
 
+from conf.settings.data import DataConfig
+from conf.settings.drafting import HeadRef
+from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.serving_engines import DraftCounts
+from eval import serve
 from eval.decode.engine import decode
 from heads.decoding.drafting import Drafter
 from heads.eagle.eagle import EagleHead
@@ -108,3 +113,29 @@ def unrolled(head: EagleHead, ids: Tensor, features: Tensor, num_steps: int) -> 
     allowed = build_causal_range(Documents.from_length(len(rows), torch.device("cpu")), rows)
     steps = head.unroll(text, ids, rows, BranchCache(text.keys[None], text.values[None], allowed))
     return [head.compute_logits(next(steps)) for _ in range(num_steps)]
+
+
+def accepted_by_depth(counts: list[dict[str, Any]]) -> list[int]:
+    """Accepted draft tokens of all prompts together."""
+    return [sum(column) for column in zip(*(each["accepted"] for each in counts), strict=True)]
+
+
+def serve_checked(url: str, engine: str, target: str, head: Path, folder: Path) -> dict[str, Any]:
+    """What `eval/serve.py` writes of a server whose head drafts 3 tokens, and that it is well."""
+    folder.mkdir()
+    rows = [{"turns": [f"hello {word}, how are you?"]} for word in ("there", "you", "today")]
+    run = ServeRun(
+        endpoint=url,
+        target=TargetConfig(path=target, dtype=Dtype.float32),
+        data=DataConfig(path=str(write_rows(folder / "prompts.jsonl", rows))),
+        head=HeadRef(path=str(head)),
+        max_new_tokens=48,
+        out_dir=str(folder / "out"),
+    )
+    serve.main(run)
+    result = json.loads((folder / "out/serve.json").read_text())
+    assert (result["servers"]["with drafts"]["engine"], result["draft_tokens"]) == (engine, 3)
+    assert (result["problems"], result["texts"]["num_equal_counts"]) == ([], 3)
+    assert result["served"] == result["replayed"]
+    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+    return result

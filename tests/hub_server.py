@@ -4,18 +4,15 @@ import base64
 import hashlib
 import json
 import re
-import socket
-import sys
-import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from loopback import Answers, Loopback
+
 TOKEN = "hf_loopbackloopbackloopback"
-BLOCK = 1 << 16
 
 
 @dataclass
@@ -40,20 +37,7 @@ class Repo:
         return sha
 
 
-@dataclass
-class Fault:
-    """A fault in one upload of a large file.
-
-    Attributes:
-        after: bytes that still arrive; a smaller file passes and leaves the fault for the next.
-        kind: `cut` closes the connection, `hold` reads no further, `refuse` answers 403.
-    """
-
-    after: int
-    kind: str
-
-
-class HubServer:
+class HubServer(Loopback):
     """Context manager; `url` is what HF_ENDPOINT must hold.
 
     Attributes:
@@ -61,67 +45,29 @@ class HubServer:
         writable: namespaces that TOKEN may write to; anything else is answered 403.
         objects: contents of large files (LFS), by sha256.
         received: bytes of large files that came in, by sha256, those of broken uploads too.
-        part_size: large files above it come in parts of it.
-        faults: what becomes of the next uploads of large files, one each; see `Fault`.
-        stalled: set once an upload is held.
+        refuse_after: bytes after which the next larger upload is refused; None for never.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.writable = {"me"}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[tuple[str, int], bytes] = {}
         self.received: Counter[str] = Counter()
-        self.part_size = 1 << 30
-        self.faults: list[Fault] = []
-        self.stalled = threading.Event()
-        self.closing = threading.Event()
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = _Server(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-
-    def __enter__(self) -> "HubServer":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.closing.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self.refuse_after: int | None = None
+        super().__init__(_Handler)
+        self.url = self.root
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        # A client that was killed is no error of the server's.
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: HubServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+class _Handler(Answers, BaseHTTPRequestHandler):
+    owner: HubServer
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.read_body()
         path = unquote(urlsplit(self.path).path)
         if path == "/api/validate-yaml":
-            self._json({"errors": [], "warnings": []})
-        elif found := re.fullmatch(r"/storage/(\w+)/complete", path):
-            self._complete(found[1], json.loads(body)["parts"])
+            self.send_json({"errors": [], "warnings": []})
         elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._json({"error": "Invalid username or password."}, 401)
+            self.send_json({"error": "Invalid username or password."}, 401)
         elif path == "/api/repos/create":
             self._create(json.loads(body))
         elif found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
@@ -134,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif repo is not None:
                 self._commit(found[1], repo, [json.loads(line) for line in body.splitlines()])
         else:
-            self._json({"error": "Not found"}, 404)
+            self.send_json({"error": "Not found"}, 404)
 
     def do_HEAD(self) -> None:
         self._get()
@@ -153,22 +99,22 @@ class _Handler(BaseHTTPRequestHandler):
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(found[1], found[2], found[3])
         else:
-            self._json({"error": "Not found"}, 404)
+            self.send_json({"error": "Not found"}, 404)
 
     def _create(self, wanted: dict) -> None:
         name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
-        url = f"{self.hub.url}/{name}"
-        if wanted.get("organization") not in self.hub.writable:
-            self._json({"error": "You don't have the rights to create a model here"}, 403)
-        elif name in self.hub.repos:
-            self._json({"error": "You already created this model repo", "url": url}, 409)
+        url = f"{self.owner.url}/{name}"
+        if wanted.get("organization") not in self.owner.writable:
+            self.send_json({"error": "You don't have the rights to create a model here"}, 403)
+        elif name in self.owner.repos:
+            self.send_json({"error": "You already created this model repo", "url": url}, 409)
         else:
             repo = Repo(
                 private=wanted.get("visibility") == "private" or bool(wanted.get("private"))
             )
             repo.commit({".gitattributes": b""})
-            self.hub.repos[name] = repo
-            self._json({"url": url, "name": name})
+            self.owner.repos[name] = repo
+            self.send_json({"url": url, "name": name})
 
     def _preupload(self, repo: Repo, wanted: dict) -> None:
         there = repo.files("main") or {}
@@ -181,74 +127,32 @@ class _Handler(BaseHTTPRequestHandler):
             }
             for file in wanted["files"]
         ]
-        self._json({"files": files})
+        self.send_json({"files": files})
 
     def _batch(self, wanted: list[dict]) -> None:
         objects = []
         for file in wanted:
             found = {"oid": file["oid"], "size": file["size"]}
-            if file["oid"] not in self.hub.objects:
-                found["actions"] = {"upload": self._upload_action(file["oid"], file["size"])}
+            if file["oid"] not in self.owner.objects:
+                url = f"{self.owner.url}/storage/{file['oid']}?signature=secret"
+                found["actions"] = {"upload": {"href": url}}
             objects.append(found)
-        self._json({"transfer": "basic", "objects": objects})
-
-    def _upload_action(self, oid: str, size: int) -> dict[str, Any]:
-        url, part = f"{self.hub.url}/storage/{oid}", self.hub.part_size
-        if size <= part:
-            return {"href": f"{url}?signature=secret"}
-        number = -(-size // part)
-        parts = {str(n): f"{url}/{n}?signature=secret" for n in range(1, number + 1)}
-        return {"href": f"{url}/complete", "header": {"chunk_size": str(part), **parts}}
+        self.send_json({"transfer": "basic", "objects": objects})
 
     def do_PUT(self) -> None:
-        found = re.fullmatch(r"/storage/(\w+)(?:/(\d+))?", urlsplit(self.path).path)
-        assert found is not None
-        data = self._body(found[1])
-        if data is None:
+        oid, size = urlsplit(self.path).path.split("/")[-1], int(self.headers["Content-Length"])
+        wanted = size
+        if self.owner.refuse_after is not None and self.owner.refuse_after < size:
+            wanted, self.owner.refuse_after = self.owner.refuse_after, None
+        data = self.rfile.read(wanted)
+        self.owner.received[oid] += len(data)
+        if wanted < size:
+            self.rfile.read(size - wanted)
+            self.send_json({"error": "no room"}, 403)
             return
-        if found[2]:
-            self.hub.parts[found[1], int(found[2])] = data
-        else:
-            self._keep(found[1], data)
-        self._send(b"", 200, {"ETag": hashlib.md5(data).hexdigest()})
-
-    def _body(self, oid: str) -> bytes | None:
-        """The body of an upload, or None if a fault struck and there is nothing to answer."""
-        size = int(self.headers["Content-Length"])
-        fault = next((f for f in self.hub.faults if f.after < size), None)
-        if fault is not None:
-            self.hub.faults.remove(fault)
-        data = b""
-        wanted = size if fault is None else fault.after
-        while len(data) < wanted:
-            block = self.rfile.read(min(BLOCK, wanted - len(data)))
-            data += block
-            self.hub.received[oid] += len(block)
-            if not block:
-                self.close_connection = True
-                return None
-        if fault is None:
-            return data
-        self.close_connection = True
-        if fault.kind == "hold":
-            self.hub.stalled.set()
-            self.hub.closing.wait()
-        if fault.kind == "refuse":
-            self.rfile.read(size - len(data))
-            self._json({"error": "no room"}, 403)
-        else:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        return None
-
-    def _complete(self, oid: str, parts: list[dict]) -> None:
-        found = [self.hub.parts[oid, part["partNumber"]] for part in parts]
-        assert [part["etag"] for part in parts] == [hashlib.md5(d).hexdigest() for d in found]
-        self._keep(oid, b"".join(found))
-        self._json({})
-
-    def _keep(self, oid: str, data: bytes) -> None:
         assert hashlib.sha256(data).hexdigest() == oid
-        self.hub.objects[oid] = data
+        self.owner.objects[oid] = data
+        self.send_bytes(b"", 200, {})
 
     def _commit(self, name: str, repo: Repo, lines: list[dict]) -> None:
         files = dict(repo.files("main") or {})
@@ -257,12 +161,16 @@ class _Handler(BaseHTTPRequestHandler):
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.objects[value["oid"]]
+                files[value["path"]] = self.owner.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 files.pop(value["path"])
         sha = repo.commit(files)
-        self._json(
-            {"success": True, "commitOid": sha, "commitUrl": f"{self.hub.url}/{name}/commit/{sha}"}
+        self.send_json(
+            {
+                "success": True,
+                "commitOid": sha,
+                "commitUrl": f"{self.owner.url}/{name}/commit/{sha}",
+            }
         )
 
     def _info(self, name: str, revision: str) -> None:
@@ -270,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         if repo is not None and files is not None:
             sha = repo.sha if revision == "main" else revision
             siblings = [{"rfilename": path} for path in sorted(files)]
-            self._json(
+            self.send_json(
                 {
                     "id": name, "sha": sha, "private": repo.private, "gated": repo.gated,
                     "cardData": repo.card, "siblings": siblings,
@@ -280,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _tree(self, name: str, revision: str) -> None:
         _, files = self._files(name, revision)
         if files is not None:
-            self._json(
+            self.send_json(
                 [
                     {"type": "file", "path": path, "size": len(data), "oid": _oid(path, data)}
                     for path, data in sorted(files.items())
@@ -292,41 +200,26 @@ class _Handler(BaseHTTPRequestHandler):
         if repo is None or files is None:
             return
         if path not in files:
-            self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            self.send_json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         sha = repo.sha if revision == "main" else revision
         data = files[path]
-        self._send(data, 200, {"ETag": f'"{_oid(path, data)}"', "X-Repo-Commit": sha})
+        self.send_bytes(data, 200, {"ETag": f'"{_oid(path, data)}"', "X-Repo-Commit": sha})
 
     def _files(self, name: str, revision: str) -> tuple[Repo | None, dict[str, bytes] | None]:
         repo = self._repo(name)
         files = repo.files(revision) if repo is not None else None
         if repo is not None and files is None:
-            self._json({"error": "Revision"}, 404, {"X-Error-Code": "RevisionNotFound"})
+            self.send_json({"error": "Revision"}, 404, {"X-Error-Code": "RevisionNotFound"})
         return repo, files
 
     def _repo(self, name: str) -> Repo | None:
-        repo = self.hub.repos.get(name)
+        repo = self.owner.repos.get(name)
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if repo is None or (repo.private and not allowed):
-            self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+            self.send_json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
             return None
         return repo
-
-    def _json(
-        self, value: object, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        more = {"Content-Type": "application/json", **(headers or {})}
-        self._send(json.dumps(value).encode(), status, more)
-
-    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
 
 
 def _is_large(path: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 import toys
 from safetensors.torch import save_file
 from torch import Tensor
-from toys import endless_target, tokenizer
+from toys import TINY, endless_target, tokenizer
 
 from heads.mtp.checkpoint import split_experts
 from heads.mtp.mtp import MtpHead, build_mtp_config
@@ -19,95 +19,20 @@ from heads.target_model.model import Target
 from heads.target_model.weight_files import load_tensor_table
 from heads.vocab import DraftVocab
 
-ROUTED = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "n_shared_experts": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    # By which scores are scaled by more than the size of a head.
-    "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 64,
-    },
-}  # fmt: skip
-HYBRID = {
-    name: value
-    for name, value in toys.FAMILIES["qwen3_next"].items()
-    if name.startswith(("layer_types", "linear"))
-}
-INDEXED = {**ROUTED, **LATENT, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 32}
 TARGETS: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "DeepseekV3ForCausalLM": ("deepseek_v3", {**ROUTED, **LATENT}, True),
-    # Within `index_topk` tokens these are models of the older kind.
-    "DeepseekV32ForCausalLM": ("deepseek_v3", INDEXED, True),
-    "GlmMoeDsaForCausalLM": ("deepseek_v3", INDEXED, True),
-    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {**ROUTED, **LATENT}, True),
-    "HYV3ForCausalLM": ("hy_v3", toys.EXPERTS, True),
-    "MiMoV2FlashForCausalLM": (
-        "mimo_v2_flash",
-        {
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6,
-            "num_attention_heads": 4, "v_head_dim": 16,
-        },
-        False,
-    ),
-    "NemotronHForCausalLM": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 4,
-            "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
-        },
-        True,
-    ),
-    "Exaone4_5_ForConditionalGeneration": (
-        "exaone4",
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
-        False,
-    ),
-    "Glm4MoeForCausalLM": ("glm4_moe", {**ROUTED, "use_qk_norm": True}, True),
-    "Qwen3NextForCausalLM": ("qwen3_next", toys.FAMILIES["qwen3_next"], True),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", HYBRID, False),
-    "Qwen3_5MoeForCausalLM": (
-        "qwen3_5_moe_text",
-        {**HYBRID, **toys.EXPERTS, "shared_expert_intermediate_size": 32},
-        True,
-    ),
-    "ExaoneMoeForCausalLM": (
-        "exaone_moe",
-        {
-            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
-            "topk_group": 1, "layer_types": ["sliding_attention", "full_attention"],
-            "mlp_layer_types": ["dense", "sparse"], "mtp_layer_types": ["full_attention"],
-            "mtp_sliding_windows": [0],
-        },
-        False,
-    ),
-    "MiMoForCausalLM": ("qwen2", {}, False),
-    "Ernie4_5_MoeForCausalLM": (
-        "ernie4_5_moe",
-        {
-            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
-            "moe_layer_start_index": 1,
-        },
-        False,
-    ),
-}  # fmt: skip
-"""By architecture: the model type, its settings, and whether the layer is a mixture."""
+    architecture: (
+        each["model_type"],
+        {key: value for name in each.get("with", []) for key, value in TINY["shared"][name].items()}
+        | each["settings"],
+        each["sparse"],
+    )
+    for architecture, each in TINY["mtp"].items()
+}
+"""By architecture: the model type, its settings, and whether the layer is a mixture.
+
+Within `index_topk` tokens, models with an indexer are DeepSeek-V3's. The RoPE of latent attention
+scales scores by more than the size of a head.
+"""
 
 
 def uneven(norm: Tensor) -> None:

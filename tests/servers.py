@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import torch
+from loopback import HERE, Answers, Loopback
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,8 +21,6 @@ from eval.measure.target_answers import generate_greedy_answers
 from heads.target_model.model import FeatureLayers
 from scripts.relay import RelayServer
 
-HERE = ("127.0.0.1", 0)
-"""This machine, any port that is free."""
 Fault = tuple[int, dict[str, str]] | str
 
 
@@ -31,7 +30,7 @@ def reply_to(body: dict) -> str:
     return f"answer {hashlib.sha256(asked.encode()).hexdigest()[:8]}"
 
 
-class ChatServer:
+class ChatServer(Loopback):
     """An OpenAI-compatible server whose answers depend on the request alone.
 
     A context manager; `url` is the base URL.
@@ -59,20 +58,8 @@ class ChatServer:
         self.most_at_once = 0
         self._at_once = 0
         self._lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"chat": self})
-        self._server = ThreadingHTTPServer(address, handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-
-    def __enter__(self) -> "ChatServer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(_Handler, address)
+        self.url = f"{self.root}/v1"
 
     def page(self, path: str) -> dict | str | None:
         """The answer to a GET: JSON, text or nothing."""
@@ -93,35 +80,31 @@ class ChatServer:
             self._at_once -= 1
 
 
-class _Handler(BaseHTTPRequestHandler):
-    chat: ChatServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+class _Handler(Answers, BaseHTTPRequestHandler):
+    owner: ChatServer
 
     def do_GET(self) -> None:
-        page = self.chat.page(self.path)
+        page = self.owner.page(self.path)
         if page is None:
-            self._json({"error": "no such page"}, 404)
+            self.send_json({"error": "no such page"}, 404)
         elif isinstance(page, str):
-            self._send(page.encode(), 200, {})
+            self.send_bytes(page.encode())
         else:
-            self._json(page)
+            self.send_json(page)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = {self.chat.path: self.chat.answer, **self.chat.others}.get(self.path)
+        body = json.loads(self.read_body())
+        answer = {self.owner.path: self.owner.answer, **self.owner.others}.get(self.path)
         if answer is None:
-            self._json({"error": "no such page"}, 404)
+            self.send_json({"error": "no such page"}, 404)
             return
-        self.chat.keys.add(self.headers.get("Authorization"))
-        fault = self.chat.enter(body)
+        self.owner.keys.add(self.headers.get("Authorization"))
+        fault = self.owner.enter(body)
         try:
-            time.sleep(self.chat.delay_s)
+            time.sleep(self.owner.delay_s)
             self._answer(body, fault, answer)
         finally:
-            self.chat.leave()
+            self.owner.leave()
 
     def _answer(
         self, body: dict, fault: Fault | None, answer: Callable[[dict], dict | list[dict]]
@@ -130,28 +113,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif isinstance(fault, tuple):
             echo = self.headers.get("Authorization", "")
-            self._json({"error": f"injected, you sent {echo}"}, fault[0], fault[1])
+            self.send_json({"error": f"injected, you sent {echo}"}, fault[0], fault[1])
         else:
-            self.chat.bodies.append(body)
+            self.owner.bodies.append(body)
             found = answer(body)
             if isinstance(found, list):
                 pieces = "".join(f"data: {json.dumps(piece)}\n\n" for piece in found)
-                self._send(f": ping\n\n{pieces}data: [DONE]\n\n".encode(), 200, {})
+                self.send_bytes(f": ping\n\n{pieces}data: [DONE]\n\n".encode())
             else:
-                self._json(found)
-
-    def _json(
-        self, value: object, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        self._send(json.dumps(value).encode(), status, headers or {})
-
-    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, text in headers.items():
-            self.send_header(key, text)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+                self.send_json(found)
 
 
 # As vLLM 0.32 writes it, but for more counters of its own.
@@ -210,7 +180,6 @@ class DraftServer(ChatServer):
             "sglang": "/generate",
             "llamacpp": "/completion",
         }[kind]
-        self.root = self.url.removesuffix("/v1")
         self.server_info: dict = {}
         self.rendered: Callable[[list[dict]], list[int]] = lambda _: []
         self.others["/v1/chat/completions"] = self._chat

@@ -11,7 +11,7 @@ import pytest
 import torch
 import toy_head
 from chats import chats
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toy_head import train as toy_train
 from toy_head.head import ToyConfig, ToyDrafter, ToyHead
 from toy_head.train import ToyRun
@@ -21,22 +21,19 @@ from conf.errors import InputError
 from conf.settings.data import DataConfig
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, ExportRun
-from conf.settings.measure import AcceptanceRun, Mode, SpeedupRun
+from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.scripts import PruneRun
 from conf.settings.target import TargetConfig
 from conf.settings.training import Schedule, TrainConfig
-from eval import acceptance, speedup
-from eval.decode.engine import Request, decode, decode_many
+from eval import acceptance
 from eval.parity import readers
 from eval.parity.parity_check import check_parity
 from eval.preflight_checks import list_methods
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import CommittedTokens, Drafter, HeadDrafter, Roots
-from heads.decoding.sampling import GREEDY
+from heads.decoding.drafting import CommittedTokens, HeadDrafter, Roots
 from heads.decoding.tree import Tree
 from heads.draft_head import WEIGHTS, DraftHead
 from heads.kinds import HEADS, load_head
-from heads.target_model.load import load_target
 from heads.target_model.model import TargetOutput
 from heads.vocab import DraftVocab
 from scripts import export, prune
@@ -123,14 +120,14 @@ def measuring(inputs: Path, head: Path, out_dir: Path) -> dict[str, Any]:
     }
 
 
-def test_it_trains_and_resumes_to_the_same_weights(inputs: Path, head: Path, tmp_path) -> None:
-    rows = [json.loads(line) for line in (head.parent / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["eval/loss"] < rows[0]["train/loss"] - 0.5
+def test_it_trains_and_resumes_to_the_same_weights(inputs: Path, tmp_path: Path) -> None:
     trained(inputs, tmp_path, schedule=Schedule.constant, max_steps=2)
     resumed = trained(inputs, tmp_path, schedule=Schedule.constant, resume="auto")
     straight = trained(inputs, tmp_path / "straight", schedule=Schedule.constant)
     mine, theirs = (load_file(folder / WEIGHTS) for folder in (resumed, straight))
     assert torch.equal(mine["out.weight"], theirs["out.weight"])
+    lines = (straight.parent / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["eval/loss"] < json.loads(lines[0])["train/loss"] - 0.5
 
 
 def test_replay_and_decoding_agree(inputs: Path, head: Path, tmp_path: Path) -> None:
@@ -155,50 +152,18 @@ def test_other_programs_draft_with_it_and_train_it(inputs: Path, head: Path) -> 
     assert loaded.out.weight.grad.any()
 
 
-def test_texts_that_end_give_their_rows_to_others(inputs: Path, head: Path) -> None:
-    """Prompts of other lengths end at other times; each text is the one that it is alone."""
-    target = load_target(TargetConfig(path=str(inputs / "target")), torch.device("cpu"))
-    toy = load_head(str(head)).attach(target)
-    sizes: list[int] = []
-
-    def make(seeds: list[int]) -> Drafter:
-        sizes.append(len(seeds))
-        return toy.make_drafter(Tree.from_paths([[0], [1]]), GREEDY, seeds)
-
-    requests = [Request(list(range(5, 5 + n)), seed=n) for n in (3, 9, 4, 6, 5)]
-    together = decode_many(target, make, requests, max_new_tokens=11, batch_size=2)
-    assert sizes[:2] == [2, 1]
-    alone = [decode(target, make([0]), each.prompt_ids, 11) for each in requests]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
-    assert [len(each.steps) for each in together] == [len(each.steps) for each in alone]
-
-
 def test_a_drafter_goes_on_with_some_texts() -> None:
-    vocab = DraftVocab.make_full(2)
-    head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"), vocab)
+    head = ToyHead(ToyConfig(hidden_size=2, vocab_size=2, target="t"), DraftVocab.make_full(2))
     head.out.weight.data = torch.eye(2)
     drafter = ToyDrafter(head, Tree.make_chain(1))
     drafter.select_rows([0])  # perhaps before any was seen
-    states = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    drafter.observe(
-        CommittedTokens([[5], [6]], TargetOutput(states, {}), TreeCache(2, torch.device("cpu"), 1))
-    )
+    output = TargetOutput(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]), {})
+    drafter.observe(CommittedTokens([[5], [6]], output, TreeCache(2, torch.device("cpu"), 1)))
     drafter.select_rows([1])
     assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[1]]
 
 
-@pytest.mark.slow
-def test_speedup_compares_it_with_every_other_way(inputs: Path, head: Path, tmp_path) -> None:
-    assert {"toy_chain", "toy_tree", "toy_typical"} <= list_methods().keys()
-    speedup.main(SpeedupRun(**measuring(inputs, head, tmp_path), num_repeats=1, num_warmups=0))
-    result = json.loads((tmp_path / "speedup.json").read_text())
-    assert {"toy_chain", "toy_tree", "prompt_lookup"} <= result["methods"].keys()
-    assert result["lossless"]["num_equal"] == result["lossless"]["num_prompts"] == 3
-
-
-def test_its_export_is_verified_and_published(
-    inputs: Path, head: Path, tmp_path: Path, hub: Any, capsys: pytest.CaptureFixture
-) -> None:
+def test_its_export_is_verified_and_published(inputs, head, tmp_path, hub, capsys) -> None:
     out = tmp_path / "export"
     run = ExportRun(head=HeadRef(str(head)), format=ExportFormat.original, out_dir=str(out))
     export.main(run)
@@ -211,8 +176,6 @@ def test_its_export_is_verified_and_published(
     assert b"Toy" in files["README.md"]
     weights = load_file(out / WEIGHTS)
     weights["out.weight"][5] += 1
-    from safetensors.torch import save_file
-
     save_file(weights, out / WEIGHTS)
     with pytest.raises(InputError, match="differ from the trained head's"):
         check_parity(out)
@@ -231,10 +194,11 @@ def test_it_is_pruned(inputs: Path, head: Path, tmp_path: Path) -> None:
     assert small.out.weight.equal(whole.out.weight[small.vocab.ids])
 
 
-def test_benchmarks_find_it(head: Path) -> None:
+def test_benchmarks_and_measurements_find_it(head: Path) -> None:
     target = bench_decoding.make_certain_target(torch.float32, num_layers=4, width=128, vocab=512)
     drafters = {name: tree for name, _, tree in bench_decoding.iter_drafters(target, "cpu")}
     assert {"toy tree", "medusa tree"} <= drafters.keys()
     assert (drafters["toy chain"].num_nodes, drafters["medusa chain"].num_nodes) == (2, 5)
     objective = make_objective("toy", target, DraftVocab.make_full(512))
     assert type(objective) is toy_train.ToyObjective
+    assert {"toy_chain", "toy_tree", "toy_typical"} <= list_methods().keys()

@@ -1,5 +1,6 @@
 """Small random targets and a tokenizer, made on the spot."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
+from conf.settings.eagle import EagleForm
 from eval.decode.engine import DecodingBatch, NewTokens, NoDraft, Request, decode_batch
 from eval.decode.verification import AcceptedPaths, TreeOutputs, accept_paths
 from heads.decoding.drafting import Draft, Drafter
@@ -21,8 +22,6 @@ from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.target_model.load import choose_attentions
 from heads.target_model.model import Target, TargetOutput
-from heads.vocab import DraftVocab
-from train.eagle import EagleObjective
 
 VOCAB_SIZE = 96
 SMALL = {
@@ -39,54 +38,9 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 12},
-    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 32},
-    "gemma3_text": {"sliding_window": 12, "query_pre_attn_scalar": 32, "num_hidden_layers": 6},
-    "phi3": {"partial_rotary_factor": 1.0},
-    "gpt_neox": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": EXPERTS,
-    "gpt_oss": {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {
-        "attention_chunk_size": 12,
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 96,
-        "no_rope_layers": [1, 0],
-        "layer_types": ["chunked_attention", "full_attention"],
-        "floor_scale": 16,
-    },
-    "gemma4_text": {
-        "sliding_window": 12,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-        "hidden_size_per_layer_input": 8,
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_next": {
-        **EXPERTS,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "shared_expert_intermediate_size": 32,
-    },
-    "falcon_h1": {
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-    },
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
-}
+TINY: dict[str, Any] = json.loads((Path(__file__).parent / "tiny_configs.json").read_text())
+"""Settings of tiny models: of families, of targets with an MTP layer, of models with towers."""
+FAMILIES: dict[str, dict[str, Any]] = TINY["families"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -178,15 +132,10 @@ def eagle_head(
     **settings: Any,
 ) -> EagleHead:
     """A head trained for some steps on the target's own texts, so that it is often right."""
-    config = EagleConfig(form=form, num_steps=3, output_head=OutputHead.copy, **settings)
-    if form is EagleForm.eagle1:
-        config.regression_weight = 1.0
-    # The commonest ids lie scattered, so that draft ids and target ids differ.
-    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    head = EagleHead.from_settings(
-        target, config, DraftVocab.from_counts(counts, num_draft_ids, [0, 1, 2]), seed=0
-    )
-    return trained(EagleObjective(head, target, config), texts(target, 6, 40), num_updates)
+    from feature_heads import feature_head
+
+    settings["draft_vocab_size"] = num_draft_ids
+    return feature_head(target, form.value, num_updates, **settings)
 
 
 def trained(

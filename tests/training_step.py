@@ -11,17 +11,13 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from toys import random_model
 
-from conf.settings.eagle import EagleConfig, EagleForm
 from conf.settings.medusa import MedusaConfig
 from conf.settings.target import Dtype
 from conf.settings.training import LogConfig, Schedule, TrainConfig
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
-from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.target_model.model import Target
-from heads.vocab import DraftVocab
-from train.eagle import EagleObjective
 from train.loop import loop
 from train.loop.loop import TrainingJob
 from train.medusa import MedusaObjective
@@ -40,19 +36,10 @@ def objective_of(kind: str, target: Target) -> Any:
     if kind == "medusa":
         head: Any = MedusaHead.from_target(target, 3, 1)
         return MedusaObjective(head, target, MedusaConfig(num_heads=3))
-    if kind not in ("eagle1", "eagle3"):
-        more = {"num_steps": 3} if kind == "peagle" else {}
-        settings = feature_heads.settings_of(kind, **more)
-        head = feature_heads.fresh(target, settings, kind)
-        return feature_heads.objective_of(head, target, settings)
-    eagle1 = kind == "eagle1"
-    config = EagleConfig(
-        form=EagleForm(kind), num_steps=3, draft_vocab_size=None if eagle1 else 48,
-        regression_weight=float(eagle1),
-    )  # fmt: skip
-    counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-    vocab = DraftVocab.from_counts(counts, config.draft_vocab_size, [0])
-    return EagleObjective(EagleHead.from_settings(target, config, vocab, seed=0), target, config)
+    more = {"peagle": {"num_steps": 3}, "eagle3": {"draft_vocab_size": 48}}.get(kind, {})
+    settings = feature_heads.settings_of(kind, **more)
+    head = feature_heads.fresh(target, settings, kind)
+    return feature_heads.objective_of(head, target, settings)
 
 
 def documents() -> PackedDataset:

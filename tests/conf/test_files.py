@@ -78,9 +78,7 @@ def test_a_process_id_that_another_process_has_by_now_is_a_dead_owner(path: Path
         assert path.read_text().split()[3] == start
 
 
-def test_a_process_that_the_machine_does_not_show_is_alive(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_the_machine_does_not_show_is_alive(path, monkeypatch) -> None:
     def refuse(_pid: int, _signal: int) -> None:
         raise PermissionError
 
@@ -94,9 +92,7 @@ def test_a_process_that_the_machine_does_not_show_is_alive(
 
 
 @pytest.mark.parametrize("name", ["another", HOST])
-def test_an_owner_on_another_machine_is_dead_once_it_gives_no_sign(
-    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_owner_on_another_machine_is_dead_once_it_gives_no_sign(path, monkeypatch, name) -> None:
     """A container has its host's name at times, and processes of its own."""
     monkeypatch.setattr(files, "STALE_S", 0.5)
     monkeypatch.setattr(files, "POLL_S", 0.01)
@@ -121,9 +117,7 @@ def test_an_owner_on_another_machine_is_dead_once_it_gives_no_sign(
     assert looks[0] == 5
 
 
-def test_a_lock_taken_over_meanwhile_stays_with_its_owner(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_taken_over_meanwhile_stays_with_its_owner(path, monkeypatch) -> None:
     path.write_text(f"{HOST} {PID} token 1")
     dead, alive = path.read_text(), f"{HOST} {PID} other {files._find_process_start(PID)}"
     first = [files.LockOwner(dead, 0)]
@@ -140,9 +134,7 @@ def test_a_lock_taken_over_meanwhile_stays_with_its_owner(
     assert path.read_text() == alive
 
 
-def test_a_json_file_that_cannot_be_read_is_refused_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_json_file_that_cannot_be_read_is_refused_by_its_name(tmp_path, monkeypatch) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
     assert load_json(path) == {}

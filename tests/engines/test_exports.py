@@ -11,6 +11,7 @@ from commands import ROOT
 from environments import (
     LLAMACPP,
     VLLM,
+    accepted_by_depth,
     counts_of_llamacpp,
     counts_of_vllm,
     drafted,
@@ -128,7 +129,7 @@ def test_vllm_serves_an_export_with_our_counts(
     ours = [asdict(drafted(target, chain(head), prompt, NUM_TOKENS, DEPTH)) for prompt in prompts]
     for engine, counts in zip(engines, theirs, strict=True):
         assert counts == ours, engine
-    accepted = [sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)]
+    accepted = accepted_by_depth(ours)
     assert accepted[0] > 20
     assert accepted[1] > 0
 
@@ -149,12 +150,7 @@ def test_vllm_serves_an_export_with_our_counts(
     ],
 )
 def test_llamacpp_serves_an_export_with_our_counts(
-    target: Target,
-    prompts: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
-    method: str,
+    target, prompts, tmp_path, monkeypatch, command, method
 ) -> None:
     """Texts that the target may end."""
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", STOP)
@@ -176,6 +172,6 @@ def test_llamacpp_serves_an_export_with_our_counts(
             asdict(drafted(target, drafter, prompt, NUM_TOKENS, depth, within=True))
             for drafter, prompt in zip(drafters, prompts, strict=False)
         ]
-        accepted = [sum(column) for column in zip(*(c["accepted"] for c in counts), strict=True)]
+        accepted = accepted_by_depth(counts)
         assert accepted[0] > 10
         assert accepted[1] > 0

@@ -14,20 +14,22 @@ from urllib.request import ProxyHandler, Request, build_opener
 import pytest
 import torch
 from commands import ROOT
-from environments import LLAMACPP, counts_of_llamacpp, needs, opened
+from environments import (
+    LLAMACPP,
+    accepted_by_depth,
+    counts_of_llamacpp,
+    needs,
+    opened,
+    serve_checked,
+)
 from exports import ROPES
 from feature_heads import fresh, objective_of, settings_of
 from ggufs import save_target_gguf
 from toys import save_target, texts, trained
 
 from conf.errors import InputError
-from conf.settings.data import DataConfig
-from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat
-from conf.settings.measure import ServeRun
-from conf.settings.target import Dtype, TargetConfig
 from data.servers.serving_engines import DraftCounts
-from eval import serve
 from eval.decode.engine import decode_batch
 from heads.decoding.sampling import GREEDY
 from heads.decoding.tree import Tree
@@ -110,7 +112,7 @@ def compare(target: Target, head: DraftHead, folder: Path) -> None:
     theirs = counts_of_llamacpp(folder, prompts, NUM_TOKENS, servers)
     for depth, found in zip(DEPTHS, theirs, strict=True):
         assert found == ours(target, head, prompts, depth, [STOP])
-        accepted = [sum(column) for column in zip(*(c["accepted"] for c in found), strict=True)]
+        accepted = accepted_by_depth(found)
         assert min(accepted) > 10
 
 
@@ -130,9 +132,7 @@ def feature_head(
     return trained(objective, texts(target, 6, 40), 60 if kind == "eagle3" else 40)
 
 
-def test_llamacpp_drafts_with_few_ids_what_we_do(
-    target: Target, eagle3: DraftHead, tmp_path: Path
-) -> None:
+def test_llamacpp_drafts_with_few_ids_what_we_do(target, eagle3, tmp_path) -> None:
     compare(target, reduced(eagle3, target, 64).attach(target), tmp_path)
 
 
@@ -159,9 +159,7 @@ def test_llamacpp_drafts_with_few_ids_what_we_do(
         pytest.param("dspark", REDUCED, {}, id="DSpark, 150 ids"),
     ],
 )
-def test_llamacpp_drafts_what_we_do(
-    target: Target, tmp_path: Path, kind: str, settings: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_llamacpp_drafts_what_we_do(target, tmp_path, kind, settings, changes) -> None:
     block = {} if kind == "eagle3" else {"block_size": 8}
     compare(target, feature_head(target, kind, changes, **block, **settings), tmp_path)
 
@@ -208,9 +206,7 @@ def test_llamacpp_counts_drafts_that_stop_tokens_end_as_we_do(
         ),
     ],
 )
-def test_llamacpp_reads_prompts_in_batches(
-    target: Target, eagle3: DraftHead, tmp_path: Path, kind: str, batch: int
-) -> None:
+def test_llamacpp_reads_prompts_in_batches(target, eagle3, tmp_path, kind, batch) -> None:
     """Prompts of 33 tokens; passes once llama.cpp keeps a batch's features until they are read."""
     head = deepcopy(eagle3) if kind == "eagle3" else feature_head(target, kind)
     attention = head.layer if kind == "eagle3" else head.layers[-1]
@@ -223,9 +219,7 @@ def test_llamacpp_reads_prompts_in_batches(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_llamacpp_serves_heads_of_the_types_that_the_table_says(
-    tmp_path: Path, family: str
-) -> None:
+def test_llamacpp_serves_heads_of_the_types_that_the_table_says(tmp_path, family) -> None:
     """A server with a head of a type that gives no inputs of layers ends at its first request."""
     target = made(tmp_path / "target", family=family)
     head = feature_head(target, "eagle3")
@@ -257,32 +251,14 @@ def test_llamacpp_served_with_a_head_passes_the_check(
     target: Target, eagle3: DraftHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"turns": [f"hello {word}, how are you?"]} for word in ("there", "you", "today")]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ending = tmp_path / "target.gguf"
     save_target_gguf(target, ending, 2)
     eagle3.save(tmp_path / "saved")
     file = exported(eagle3, target, tmp_path)
     settings = server(target, eagle3, file, 3) | {"target": str(ending)}
 
-    def config(url: str, out: str) -> ServeRun:
-        return ServeRun(
-            endpoint=url,
-            target=TargetConfig(path=target.name, dtype=Dtype.float32),
-            data=DataConfig(path=str(prompts)),
-            head=HeadRef(path=str(tmp_path / "saved")),
-            max_new_tokens=48,
-            out_dir=str(tmp_path / out),
-        )
-
     with serving(settings) as url:
-        serve.main(config(url, "out"))
-    result = json.loads((tmp_path / "out" / "serve.json").read_text())
-    assert (result["servers"]["with drafts"]["engine"], result["draft_tokens"]) == ("llamacpp", 3)
-    assert (result["problems"], result["texts"]["num_equal_counts"]) == ([], 3)
-    assert result["served"] == result["replayed"]
-    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+        result = serve_checked(url, "llamacpp", target.name, tmp_path / "saved", tmp_path / "a")
     # More requests at a time than there are prompts are left out.
     assert result["concurrency"].keys() == {"1"}
     per_draft = result["concurrency"]["1"]["methods"]["with drafts"]["per_draft"]
@@ -291,4 +267,4 @@ def test_llamacpp_served_with_a_head_passes_the_check(
         serving(settings | {"metrics": False}) as url,
         pytest.raises(InputError, match="start it with --metrics"),
     ):
-        serve.main(config(url, "none"))
+        serve_checked(url, "llamacpp", target.name, tmp_path / "saved", tmp_path / "b")

@@ -40,7 +40,7 @@ def test_speculators_unrolls_an_export_as_we_do_the_head(
     target = toy_target()
     target.model.save_pretrained(tmp_path / "target")
     target.name = str(tmp_path / "target")
-    head = eagle(target, num_ids=num_ids, **settings)
+    head = eagle(target, draft_vocab_size=num_ids, **settings)
     exported(head, target, engine, tmp_path / "head")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (25,), generator=generator)

@@ -17,19 +17,15 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from environments import SCRIPTS, VLLM, needs, opened
+from environments import SCRIPTS, VLLM, needs, opened, serve_checked
 from stores import NUM_LAYERS, save_inputs
 from toys import eagle_head, save_target
 
-from conf.settings.data import DataConfig
-from conf.settings.drafting import HeadRef
 from conf.settings.eagle import EagleForm
-from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers
 from data.servers.http_client import Endpoint
 from data.servers.server_pool import HiddenStatesPool
-from eval import serve
 from eval.measure.target_answers import generate_greedy_answers
 from heads.target_model.load import find_final_norm, load_remote
 from heads.target_model.model import FeatureLayers
@@ -107,9 +103,7 @@ def answers(url: str) -> bool:
 
 @needs(VLLM)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_vllm_hands_out_the_states_that_we_compute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_vllm_hands_out_the_states_that_we_compute(tmp_path, monkeypatch, family) -> None:
     """Documents that share their beginnings, up to the whole context, prefilled in pieces."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     folder = save_target(tmp_path / "target", family, num_hidden_layers=4)
@@ -157,9 +151,7 @@ def arguments_of(inputs: Path, storage: Path, kind: str) -> list[str]:
 
 @needs(VLLM)
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
-def test_a_head_learns_from_vllm_what_it_learns_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_head_learns_from_vllm_what_it_learns_here(tmp_path, monkeypatch, kind) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     inputs = save_inputs(tmp_path / "inputs")
@@ -203,9 +195,7 @@ def small_disk(folder: Path) -> None:
 
 @needs(VLLM)
 @pytest.mark.parametrize("fault", ["killed", "restarted", "full"])
-def test_what_befalls_vllm_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_what_befalls_vllm_changes_nothing(tmp_path, monkeypatch, fault) -> None:
     """One of two servers dies; the only one is started anew; its folder is full for a while."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -243,34 +233,16 @@ def test_what_befalls_vllm_changes_nothing(
 
 
 @needs(VLLM)
-def test_vllm_served_with_a_head_passes_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_served_with_a_head_passes_the_check(tmp_path, monkeypatch) -> None:
     """Prompts whose texts end at the limit, in a window with room for the drafts behind it."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     folder = save_target(tmp_path / "target", num_hidden_layers=6)
     head = tmp_path / "head"
     eagle_head(opened(folder), EagleForm.eagle3).save(head)
-    prompts = tmp_path / "prompts.jsonl"
-    rows = [{"turns": [f"hello {word}, how are you?"]} for word in ("there", "you", "today")]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     options = ["--model", str(folder), "--dtype", "float32", "--enforce-eager"]
     arguments = [*options, "--speculative-config", json.dumps(speculative)]
     with served(tmp_path / "server.log", *arguments) as url:
-        config = ServeRun(
-            endpoint=url,
-            target=TargetConfig(path=str(folder), dtype=Dtype.float32),
-            data=DataConfig(path=str(prompts)),
-            head=HeadRef(path=str(head)),
-            max_new_tokens=48,
-            out_dir=str(tmp_path),
-        )
-        serve.main(config)
-    result = json.loads((tmp_path / "serve.json").read_text())
-    assert (result["servers"]["with drafts"]["engine"], result["draft_tokens"]) == ("vllm", 3)
-    assert (result["problems"], result["texts"]["num_equal_counts"]) == ([], 3)
-    assert result["served"] == result["replayed"]
-    assert result["served"]["num_drafts"] > result["served"]["accepted"][0] > 0
+        result = serve_checked(url, "vllm", str(folder), head, tmp_path / "check")
     [measured] = result["concurrency"].values()
     assert measured["methods"]["with drafts"]["num_tokens"] == [144] * 3

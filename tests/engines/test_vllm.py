@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from environments import VLLM, counts_of_vllm, drafted, needs, opened, run
+from environments import VLLM, accepted_by_depth, counts_of_vllm, drafted, needs, opened, run
 from feature_heads import feature_head
 from toys import noisy_head, save_target, texts, tokenizer
 
@@ -107,9 +107,7 @@ SAVED = [
 
 @needs(VLLM)
 @pytest.mark.parametrize(("kind", "settings"), SAVED)
-def test_vllm_drafts_and_accepts_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, kind: str, settings: dict[str, Any]
-) -> None:
+def test_vllm_drafts_and_accepts_what_we_do(target, prompts, tmp_path, kind, settings) -> None:
     """A saved head in vLLM: our texts token for token, our counts to the unit."""
     torch.manual_seed(0)
     how = {name: each for name, each in settings.items() if name != "num_ids"}
@@ -138,7 +136,7 @@ def compare(
         ours.append(vars(found))
     assert ours == theirs
     least = 10 if num_tokens == NUM_TOKENS else 3
-    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > least
+    assert min(accepted_by_depth(ours)) > least
 
 
 @needs(VLLM)
@@ -235,9 +233,7 @@ def our_counts(target: Target, drafter: Drafter, prompt: list[int], depth: int) 
 
 @needs(VLLM)
 @pytest.mark.parametrize(("shortest", "longest", "depth"), [(1, 3, 5), (2, 2, 4), (2, 4, 8)])
-def test_vllm_looks_up_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path, shortest, longest, depth
-) -> None:
+def test_vllm_looks_up_what_we_do(target, prompts, tmp_path, shortest, longest, depth) -> None:
     """Method `ngram`, where prompts repeat themselves and the target soon does."""
     twice = [prompt + other + prompt for prompt, other in pairwise([*prompts, prompts[0]])]
     limits = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
@@ -247,15 +243,13 @@ def test_vllm_looks_up_what_we_do(
         for prompt in twice
     ]
     assert ours == theirs
-    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
+    assert min(accepted_by_depth(ours)) > 20
     # Drafts that the end of the text cut short are among them.
     assert sum(c["proposed"] for c in ours) < depth * sum(c["drafts"] for c in ours)
 
 
 @needs(VLLM)
-def test_vllm_drafts_with_a_model_what_we_do(
-    target: Target, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_vllm_drafts_with_a_model_what_we_do(target, prompts, tmp_path) -> None:
     """Method `draft_model`: the target itself with noise in its weights."""
     noisy = deepcopy(target.model)
     torch.manual_seed(0)
@@ -268,7 +262,7 @@ def test_vllm_drafts_with_a_model_what_we_do(
     draft, chain = opened(folder), Tree.make_chain(DEPTH)
     ours = [our_counts(target, DraftModel(draft, chain), prompt, DEPTH) for prompt in prompts]
     assert ours == theirs
-    assert min(sum(column) for column in zip(*(c["accepted"] for c in ours), strict=True)) > 20
+    assert min(accepted_by_depth(ours)) > 20
 
 
 @needs(VLLM)
@@ -277,9 +271,7 @@ def test_vllm_drafts_with_a_model_what_we_do(
     reason="vLLM 0.32 gives heads beside a token_map vocab_size rows, and does not count token_map "
     "as loaded",
 )
-def test_vllm_drafts_with_pruned_medusa_heads(
-    target: Target, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_vllm_drafts_with_pruned_medusa_heads(target, prompts, tmp_path) -> None:
     """Heads of 64 ids with their token_map; passes once vLLM loads them, as with both mended."""
     trained = noisy_head(target)
     seen = torch.tensor([token for text in texts(target, 6, 40) for token in text])

@@ -15,17 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-# vLLM, numba and torch read these when they are imported.
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    # To compile the method `ngram` takes a minute, to interpret it no time at these sizes.
-    "NUMBA_DISABLE_JIT": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when vLLM is imported
 
 import vllm_dflash  # noqa: F401  mends it
 from vllm import LLM, SamplingParams

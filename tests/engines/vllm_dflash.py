@@ -1,4 +1,17 @@
-"""vLLM's DFlash on a CPU: a text's keys by the norm of each layer."""
+"""vLLM on a CPU: its environment, and DFlash's keys of a text by the norm of each layer."""
+
+import os
+
+# vLLM, numba and torch read these when they are imported.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    # To compile the method `ngram` takes a minute, to interpret it no time at these sizes.
+    "NUMBA_DISABLE_JIT": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 import torch
 from vllm import _custom_ops

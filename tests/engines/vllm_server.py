@@ -5,23 +5,14 @@ Run by the Python of vLLM's own environment:
     python vllm_server.py --model FOLDER --speculative-config ...
 """
 
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-# vLLM and torch read these when they are imported.
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "NUMBA_DISABLE_JIT": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-import torch
 import vllm_dflash  # noqa: F401  mends it
+
+# isort: split
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector
 
 

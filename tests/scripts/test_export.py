@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exports import eagle
+from exports import config_of, eagle
 from ggufs import save_gguf
 from safetensors.torch import load_file
 from toys import noisy_head, save_target, tokenizer
@@ -61,9 +61,7 @@ def run(heads: Path, kind: str, engine: str, out_dir: Path, **settings: Any) -> 
     export.main(ExportRun(**(chosen | settings)))
 
 
-def test_a_head_of_another_target_is_told_of(
-    heads: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_head_of_another_target_is_told_of(heads, tmp_path, verified, capsys) -> None:
     where = TargetConfig(path=str(heads / "target"))
     made_for = identify_target(where, load_target_tokenizer(where), torch.float32)
     for weights, told in ((made_for.weights, False), ("0" * 64, True)):
@@ -77,9 +75,7 @@ def test_a_head_of_another_target_is_told_of(
         ) == told
 
 
-def test_a_head_of_another_checkouts_embedded_target_finds_it(
-    tmp_path: Path, verified: list[Path]
-) -> None:
+def test_a_head_of_another_checkouts_embedded_target_finds_it(tmp_path, verified) -> None:
     target = load_target(TargetConfig(path=TARGET_PATH), torch.device("cpu"))
     head = noisy_head(target, num_heads=2)
     head.config = replace(head.config, target="/elsewhere/data/embedded/target")
@@ -99,10 +95,8 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
     script, following = pasted(said)
     assert (script, following.endpoint) == ("eval/serve.py", "http://localhost:8000")
     assert following.head.path == str(heads / "eagle")
-    assert (following.target.path, following.data.path) == (
-        str(heads / "target"),
-        PROMPTS_PLACEHOLDER,
-    )
+    assert following.target.path == str(heads / "target")
+    assert following.data.path == PROMPTS_PLACEHOLDER
     assert said.splitlines()[:-3] == [
         "model.safetensors: 15 tensors",
         "parity: max |difference| 3e-06 of logits up to 12",
@@ -197,23 +191,6 @@ def test_a_gguf_file_goes_out_and_comes_back(heads: Path, tmp_path: Path) -> Non
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        (
-            "vllm",
-            "format=vllm has no place for it; leave tokenizer_gguf unset, or set format=llamacpp",
-        ),
-        ("llamacpp", "no such file; name a GGUF file"),
-    ],
-)
-def test_a_vocabulary_that_is_not_there_or_not_taken_is_refused(
-    heads: Path, tmp_path: Path, engine: str, message: str
-) -> None:
-    with pytest.raises(InputError, match=f"^tokenizer_gguf=gone.gguf: {message}$"):
-        run(heads, "eagle", engine, tmp_path / "out", tokenizer_gguf="gone.gguf")
-
-
 def test_the_vocabulary_of_a_target_that_is_a_gguf_is_taken(tmp_path: Path) -> None:
     # As converters do, up to the rows of the embedding.
     padded = tokenizer().convert_ids_to_tokens(list(range(len(tokenizer()))))
@@ -255,7 +232,7 @@ def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, 
     dtype = ExportDtype.bfloat16
     target = TargetConfig(path=str(moved))
     run(heads, "medusa", "original", tmp_path / "out", target=target, dtype=dtype)
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = config_of(tmp_path / "out")
     assert config["base_model_name_or_path"] == str(moved)
     assert config["dtype"] == "bfloat16"
     written = load_file(tmp_path / "out/medusa_lm_head.safetensors")
@@ -263,17 +240,13 @@ def test_another_target_and_dtype_are_written_down(heads: Path, tmp_path: Path, 
     assert all(written[name].equal(each.bfloat16()) for name, each in trained.items())
 
 
-def test_what_the_reader_refuses_stays_and_is_said(
-    heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_reader_refuses_stays_and_is_said(heads, tmp_path, monkeypatch) -> None:
     def verify(folder: Path) -> Any:
         raise InputError(f"{folder}: logits differ")
 
     monkeypatch.setattr(export, "check_parity", verify)
     out = tmp_path / "out"
-    with pytest.raises(
-        InputError, match=rf"{out}: logits differ\. {out} is kept, but do not serve it"
-    ):
+    with pytest.raises(InputError, match=rf"{out}: logits differ\. {out} is kept, but do not"):
         run(heads, "medusa", "vllm", out)
     assert (out / "model.safetensors").is_file()
 
@@ -314,43 +287,32 @@ def test_a_folder_of_other_files_is_not_written(heads: Path, tmp_path: Path, ver
         assert sorted(folder.rglob("*")) == held
 
 
-def test_an_impossible_cell_is_refused_before_the_target_is_loaded(
-    heads: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("cell", "settings", "message"),
+    [
+        ("eagle vllm", {"tokenizer_gguf": "gone.gguf"},
+         "^tokenizer_gguf=gone.gguf: format=vllm has no place for it; leave tokenizer_gguf unset"),
+        ("eagle llamacpp", {"tokenizer_gguf": "gone.gguf"},
+         "^tokenizer_gguf=gone.gguf: no such file; name a GGUF file$"),
+        ("medusa sglang", {}, "format=sglang: SGLang loads no Medusa heads; allowed"),
+        ("nameless vllm", {}, r"target\.path is unset, and head\.path=.*; set target"),
+        ("eagle vllm", {"head": HeadRef()},
+         r"head\.path is unset; type a folder with a trained head, or"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused_before_the_target_is_loaded(
+    heads, tmp_path, monkeypatch, cell, settings, message
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "model.safetensors").touch()
-    target = TargetConfig(path=str(tmp_path))
-    with pytest.raises(InputError, match="format=sglang: SGLang loads no Medusa heads; allowed"):
-        run(heads, "medusa", "sglang", tmp_path / "out", target=target)
+    head, engine = cell.split()
+    monkeypatch.setattr(export, "load_target", lambda *_: pytest.fail("it was loaded"))
+    if head == "nameless":
+        shutil.copytree(heads / "eagle", heads / head)
+        config = config_of(heads / head)
+        del config["base_model_name_or_path"]
+        (heads / head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message):
+        run(heads, head, engine, tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_head_that_names_no_target_needs_one(heads: Path, tmp_path: Path) -> None:
-    nameless = tmp_path / "nameless"
-    nameless.mkdir()
-    for file in (heads / "eagle").iterdir():
-        (nameless / file.name).write_bytes(file.read_bytes())
-    config = json.loads((nameless / "config.json").read_text())
-    del config["base_model_name_or_path"]
-    (nameless / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"target\.path is unset, and head\.path=.*; set target"):
-        run(tmp_path, "nameless", "vllm", tmp_path / "out")
-
-
-def test_a_head_must_be_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"head\.path is unset; type a folder with a trained head, or"
-    ):
-        export.main(ExportRun(format=ExportFormat.vllm, out_dir=str(tmp_path / "out")))
-
-
-def test_the_command_lists_the_formats(tmp_path: Path) -> None:
-    refused = command("scripts/export.py", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert refused.stderr.strip() == (
-        "error: format is unset; allowed: vllm, sglang, trtllm, speculators, original, llamacpp"
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_passes_its_own_gate(heads: Path, tmp_path: Path) -> None:

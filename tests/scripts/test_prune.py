@@ -38,9 +38,8 @@ def setting(tmp_path_factory) -> Path:
 
 
 def settings(setting: Path, out_dir: Path, name: str, **changes) -> PruneRun:
-    data = DataConfig(
-        path=str(setting / "chats.jsonl"), eval_path=str(setting / "heldout.jsonl"), max_length=128
-    )
+    files = [str(setting / f"{name}.jsonl") for name in ("chats", "heldout")]
+    data = DataConfig(path=files[0], eval_path=files[1], max_length=128)
     own = {
         "target": TargetConfig(path=str(setting / "target")),
         "data": data,

@@ -1,29 +1,31 @@
-"""Answers of a server in place of those of rows: retried, resumed, refused; and what else comes."""
+"""Answers of a server or of a target here in place of those of rows: retried, resumed, refused."""
 
 import json
 import os
 import signal
-import sys
 import time
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT
+import torch
+from transformers import AutoModelForCausalLM
 
 from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
-from data.rows.records import load_records
+from conf.settings.target import Dtype, TargetConfig
+from data.rows.records import Record, load_records
 from data.servers import http_client as endpoint_module
 from data.servers.http_client import retry_after_s
 from scripts import regenerate
-from tests import commands
+from scripts.regenerate import ConversationAnswerer, Dialogue
 from tests.chats import assistant, chats, rows_in, user, write_rows
 from tests.conf.command.test_following import pasted
 from tests.servers import ChatServer, reply_to
+from tests.toys import random_model, tokenizer
 
 KEY = "sk-very-secret"
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -71,9 +73,7 @@ def test_every_answer_is_replaced_in_the_context_of_the_new_ones(tmp_path: Path)
 @pytest.mark.parametrize(
     ("model", "norms"), [("me/model", True), ("me/model-GGUF/model-Q4_1.gguf", False)]
 )
-def test_turns_become_conversations_that_load_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, norms: bool
-) -> None:
+def test_turns_become_conversations_that_load_again(tmp_path, capsys, model, norms) -> None:
     """The next line trains EAGLE-3.1, whose norms a target in llama.cpp has no place for."""
     data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"], "category": "math"}])
     with ChatServer() as server:
@@ -90,9 +90,7 @@ def test_turns_become_conversations_that_load_again(
     assert row["category"] == "math"
 
 
-def test_failures_are_retried_and_requests_overlap(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_retried_and_requests_overlap(tmp_path, capsys) -> None:
     data = chats(tmp_path / "in.jsonl")
     with ChatServer(delay_s=0.02) as server:
         server.faults = [(500, {}), "drop", (500, {}), (429, {"Retry-After": "0.5"}), (503, {})]
@@ -106,9 +104,7 @@ def test_failures_are_retried_and_requests_overlap(
     assert "5 requests were repeated" in capsys.readouterr().out
 
 
-def test_rows_that_keep_failing_are_listed_and_retried_at_the_next_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_keep_failing_are_listed_and_retried_at_the_next_start(tmp_path, capsys) -> None:
     data = chats(tmp_path / "in.jsonl")
     with ChatServer() as server:
         server.fault_for = lambda body: (
@@ -139,9 +135,7 @@ def test_a_dead_server_stops_the_run_early(tmp_path: Path) -> None:
         run_with(server, data, tmp_path / "out", max_retries=1)
 
 
-def test_a_refused_row_stops_or_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_row_stops_or_is_left_out(tmp_path, capsys) -> None:
     data = chats(tmp_path / "in.jsonl")
     with ChatServer() as server:
         server.fault_for = lambda body: (
@@ -157,10 +151,7 @@ def test_a_refused_row_stops_or_is_left_out(
 @pytest.mark.parametrize(
     ("status", "hint"), [(401, "api_key_env"), (403, "may not use"), (404, "usually ends in /v1")]
 )
-def test_the_key_is_sent_and_never_shown(
-    status: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_the_key_is_sent_and_never_shown(status, hint, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     data = chats(tmp_path / "in.jsonl")
     with ChatServer() as server:
@@ -175,9 +166,7 @@ def test_the_key_is_sent_and_never_shown(
         assert KEY not in path.read_text()
 
 
-def test_truncated_and_empty_answers_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_and_empty_answers_are_counted(tmp_path, capsys) -> None:
     data = write_rows(tmp_path / "in.jsonl", [{"turns": ["a?", "b?"]}, {"turns": ["silence?"]}])
     with ChatServer() as server:
         server.finish_reason = lambda body: "length" if len(body["messages"]) > 1 else "stop"
@@ -206,37 +195,33 @@ def test_sampling_sends_a_seed_per_row_and_turn(tmp_path: Path) -> None:
 
 
 def test_kill_in_mid_run_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    data = chats(tmp_path / "in.jsonl", num_rows=60)
-    out_dir = tmp_path / "out"
-    with ChatServer(delay_s=0.05) as server:
-        command = [
-            sys.executable, str(ROOT / "scripts/regenerate.py"), f"data.path={data}",
-            f"endpoint={server.url}", f"out_dir={out_dir}", "concurrency=4", "temperature=0.5",
-        ]  # fmt: skip
-        process = commands.Command(command, tmp_path, dict(os.environ))
-        written = out_dir / "conversations.jsonl"
-        deadline = time.monotonic() + 60
-        while not (written.exists() and written.read_bytes().count(b"\n") >= 12):
-            assert process.poll() is None, "ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        before = written.read_text()
-        assert before.count("\n") < 60
+    data = chats(tmp_path / "in.jsonl", num_rows=24)
+    written = tmp_path / "out/conversations.jsonl"
+    with ChatServer(delay_s=0.02) as server:
+        child = os.fork()
+        if child == 0:
+            try:
+                run_with(server, data, tmp_path / "out", temperature=0.5)
+            finally:
+                os._exit(1)
+        while not (written.exists() and written.read_bytes().count(b"\n") >= 8):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "ended before it could be killed"
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        kept = [json.loads(line) for line in written.read_text().splitlines()]
         with written.open("a") as file:
-            file.write('{"id": 59, "messages": [{"ro')
+            file.write('{"id": 23, "messages": [{"ro')
         server.delay_s = 0.0
         time.sleep(0.1)
         num_asked = len(server.bodies)
-        rows = run_with(server, data, out_dir, temperature=0.5)
+        rows = run_with(server, data, tmp_path / "out", temperature=0.5)
         num_resumed = len(server.bodies) - num_asked
         clean = run_with(server, data, tmp_path / "clean", temperature=0.5)
-    assert [row["id"] for row in rows] == list(range(60))
+    assert [row["id"] for row in rows] == list(range(24))
     assert rows == clean
-    kept = [json.loads(line) for line in before.splitlines()]
-    done_turns = sum(len(row["messages"]) // 2 for row in kept)
-    assert num_resumed == 80 - done_turns
+    num_turns, num_kept = (sum(len(row["messages"]) // 2 for row in each) for each in (rows, kept))
+    assert num_resumed == num_turns - num_kept > 0
 
 
 def test_another_setting_is_refused(tmp_path: Path) -> None:
@@ -339,9 +324,7 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
         server.call = {"id": "c1", "type": "function", "function": function}
         (found,) = run_rows(server, tmp_path, [row])
     assert {key: found[key] for key in own} == own
-    assert found["messages"][1] == {
-        "role": "assistant", "content": "", "tool_calls": [CALL | {"id": "c1"}],
-    }  # fmt: skip
+    assert found["messages"][1] == assistant("") | {"tool_calls": [CALL | {"id": "c1"}]}
     first, second = sorted(server.bodies, key=lambda body: len(body["messages"]))
     assert first["tools"] == [LOOK]
     assert first["chat_template_kwargs"] == {"enable_thinking": False, "style": "dry"}
@@ -350,12 +333,10 @@ def test_tools_and_calls_reach_the_server_and_come_back(tmp_path: Path) -> None:
 
 
 def test_parts_reach_the_server_and_come_back(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    asked = user("x") | {"content": [{"type": "text", "text": text} for text in ("a", "b")]}
     with ChatServer() as server:
-        (found,) = run_rows(server, tmp_path, [{"messages": [user("x") | {"content": parts}]}])
-    assert (
-        server.bodies[-1]["messages"] == [found["messages"][0]] == [user("x") | {"content": parts}]
-    )
+        (found,) = run_rows(server, tmp_path, [{"messages": [asked]}])
+    assert server.bodies[-1]["messages"] == [found["messages"][0]] == [asked]
 
 
 @pytest.mark.parametrize("arguments", ["", None, "null", {}])
@@ -369,9 +350,7 @@ def test_a_call_without_arguments_is_kept(tmp_path: Path, arguments: object) -> 
 
 
 @pytest.mark.parametrize(("reason", "cut"), [("stop", []), ("length", [0]), ("abort", [0])])
-def test_an_answer_that_the_target_had_not_ended_is_named(
-    tmp_path: Path, reason: str, cut: list[int]
-) -> None:
+def test_an_answer_that_the_target_had_not_ended_is_named(tmp_path, reason, cut) -> None:
     with ChatServer() as server:
         server.finish_reason = lambda _: reason
         (found,) = run_rows(server, tmp_path, [{"turns": ["a"]}])
@@ -380,9 +359,7 @@ def test_an_answer_that_the_target_had_not_ended_is_named(
     assert record.truncated_messages == frozenset({1} if cut else ())
 
 
-def test_a_conversation_ends_before_a_result_that_no_answer_called(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_ends_before_a_result_that_no_answer_called(tmp_path, capsys) -> None:
     calls = assistant("") | {"tool_calls": [CALL]}
     row = {"messages": [user("a"), calls, RESULT, assistant("b"), user("c"), assistant("d")]}
     with ChatServer() as server:
@@ -399,3 +376,153 @@ def test_conversations_without_a_question_are_told(tmp_path: Path, capsys) -> No
         assert f"{said}{tmp_path}/in.jsonl:2" in capsys.readouterr().out
         with pytest.raises(InputError, match=r"no row has a user message to answer, first .*:1; "):
             run_rows(server, tmp_path, [silent])
+
+
+# --- Answers of a target in this process.
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("target"), "llama")
+
+
+def saved(folder: Path, family: str) -> Path:
+    words = tokenizer()
+    model = random_model(family, vocab_size=len(words))
+    # A shipped penalty that would change greedy text if it were obeyed.
+    model.generation_config.repetition_penalty = 1.5
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> list[dict]:
+    on_bad_row = changes.pop("on_bad_row", OnBadRow.error)
+    config = RegenerateRun(
+        target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
+        data=DataConfig(path=str(data), on_bad_row=on_bad_row),
+        out_dir=str(out_dir),
+        **{"max_new_tokens": 12, **changes},
+    )
+    regenerate.main(config)
+    return rows_in(out_dir)
+
+
+RARE = [pytest.param(each, marks=pytest.mark.slow) for each in ("lfm2", "gpt_oss", "qwen3_next")]
+
+
+@pytest.mark.parametrize("family", ["llama", *RARE])
+def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> None:
+    """Its penalty included, of what each text holds and not of what fills up the batch."""
+    target_path = saved(tmp_path / "target", family)
+    data = chats(tmp_path / "in.jsonl", num_rows=7)
+    batched = run_local(target_path, data, tmp_path / "out4", batch_size=4)
+    plain = run_local(target_path, data, tmp_path / "plain", batch_size=4, plain=True)
+    assert batched == run_local(target_path, data, tmp_path / "out1", batch_size=1)
+    assert [row["id"] for row in batched] == list(range(7))
+    answers = {row["messages"][-1]["content"] for row in batched}
+    assert len(answers) > 3, "the toy target says the same to everybody"
+    target = regenerate.load_target(TargetConfig(path=str(target_path)), torch.device("cpu"))
+    (question, answer) = batched[1]["messages"]
+    asked = Dialogue(1, Record([question], None, "in.jsonl:2"), seed=0)
+    assert asked.advance_to_question()
+    config = RegenerateRun(batch_size=4, max_new_tokens=12)
+    ids = ConversationAnswerer(target, config).encode_prompt(asked)
+    prompt_length = len(ids)
+    own = AutoModelForCausalLM.from_pretrained(target_path)
+    text = own.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
+    assert answer["token_ids"] == text[prompt_length:].tolist()
+    (question, answer) = plain[1]["messages"]
+    with torch.no_grad():
+        while len(ids) < prompt_length + 12 and ids[-1] not in target.stop_ids:
+            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert answer["token_ids"] == ids[prompt_length:]
+    said = target.tokenizer.decode(ids[prompt_length:], skip_special_tokens=True)
+    assert answer["content"] == said.strip()
+
+
+def test_the_target_multiplies_over_packed_weights(target_path, tmp_path, monkeypatch) -> None:
+    found: list[object] = []
+    monkeypatch.setattr(regenerate, "pack_weights", lambda *modules: found.extend(modules))
+    run_local(target_path, chats(tmp_path / "in.jsonl", num_rows=1), tmp_path / "out")
+    assert [type(each).__name__ for each in found] == ["LlamaForCausalLM", "Linear"]
+
+
+def test_answers_end_with_the_stop_texts_of_the_generation_config(tmp_path: Path) -> None:
+    target_path = saved(tmp_path / "target", "llama")
+    rows = [{"prompt": "why?"}, {"prompt": "who are you, there?"}]
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    before = [row["messages"][1] for row in run_local(target_path, data, tmp_path / "before")]
+    pieces = [tokenizer().decode([token]) for token in before[0]["token_ids"]]
+    stop = next(each for each in pieces[1:] if each.isascii() and len(each) > 1)
+    config = json.loads((target_path / "generation_config.json").read_text())
+    (target_path / "generation_config.json").write_text(json.dumps(config | {"stop_strings": stop}))
+    # Also where the question has them.
+    rows[1]["prompt"] += stop
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    first, second = (r["messages"][1] for r in run_local(target_path, data, tmp_path / "after"))
+    assert first["token_ids"] == before[0]["token_ids"][: pieces.index(stop) + 1]
+    assert len(second["token_ids"]) == 12
+    with pytest.raises(InputError, match=r"generation_config was .*, is None"):
+        run_local(target_path, data, tmp_path / "after", plain=True)
+
+
+def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
+    target_path, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
+    data = chats(tmp_path / "in.jsonl", num_rows=7)
+    for batch_size, forecasts in ((4, False), (3, True)):
+        rows = run_local(target_path, data, tmp_path / str(batch_size), batch_size=batch_size)
+        assert len(rows) == 7
+        said = capsys.readouterr().err
+        assert said.rindex("Loading weights") < said.index("answering")
+        last = said[said.rindex("answering: 100%") :]
+        assert (" tokens/s]" in last, "row/s" in last) == (True, forecasts), last
+
+
+def test_resumed_answers_equal_uninterrupted_ones(target_path, tmp_path, monkeypatch) -> None:
+    data = chats(tmp_path / "in.jsonl", num_rows=7)
+    settings = {"batch_size": 3, "temperature": 0.8}
+    monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
+    clean = run_local(target_path, data, tmp_path / "clean", **settings)
+    answer_group = regenerate.iter_group_outcomes
+    calls: list[int] = []
+
+    def killed_in_the_second_group(group: Any, local: Any) -> Any:
+        for outcome in answer_group(group, local):
+            calls.append(len(group))
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            yield outcome
+
+    monkeypatch.setattr(regenerate, "iter_group_outcomes", killed_in_the_second_group)
+    with pytest.raises(KeyboardInterrupt):
+        run_local(target_path, data, tmp_path / "out", **settings)
+    # The last row is torn off too.
+    path = tmp_path / "out/conversations.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert path.read_bytes().count(b"\n") == 3
+    assert run_local(target_path, data, tmp_path / "out", **settings) == clean
+    monkeypatch.undo()
+    assert run_local(target_path, data, tmp_path / "other", **settings, seed=1) != clean
+
+
+def test_rows_that_do_not_fit_the_window(target_path, tmp_path, capsys) -> None:
+    data = write_rows(tmp_path / "in.jsonl", [{"turns": ["x" * 600]}, {"turns": ["short?"]}])
+    with pytest.raises(InputError, match=r"in\.jsonl:1: \d+ prompt tokens leave no room"):
+        run_local(target_path, data, tmp_path / "out")
+    rows = run_local(target_path, data, tmp_path / "out", on_bad_row=OnBadRow.skip)
+    assert [row["id"] for row in rows] == [1]
+    assert "1 conversations skipped, refused:" in capsys.readouterr().out
+    with pytest.raises(InputError, match="max_new_tokens=256: leaves no room"):
+        run_local(target_path, data, tmp_path / "out2", max_new_tokens=256)
+
+
+def test_other_weights_do_not_go_on_with_the_answers(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "target", "llama")
+    data = chats(tmp_path / "in.jsonl", num_rows=2)
+    run_local(folder, data, tmp_path / "out")
+    random_model("llama", vocab_size=len(tokenizer()), seed=1).save_pretrained(folder)
+    with pytest.raises(InputError, match=r"in another way: target\.weights was \w{12}, is"):
+        run_local(folder, data, tmp_path / "out")

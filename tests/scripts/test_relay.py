@@ -8,21 +8,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import torch
 from commands import ROOT, Command
+from loopback import Answers, Loopback
 from safetensors.torch import save, save_file
 
 from conf.errors import InputError
 from conf.settings.scripts import RelayRun
-from data.servers import state_files as files
-from data.servers import state_files as relay_client
+from data.servers import state_files
 from data.servers.http_client import RELAY_TOKEN_VARIABLE
 from data.servers.state_files import HiddenStatesError, RelayFiles, make_lock_path
 from scripts import relay as relay_script
@@ -40,8 +39,8 @@ KEY = "s3cret-token"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "VISIBLE_S", 0.05)
-    monkeypatch.setattr(relay_client, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(state_files, "VISIBLE_S", 0.05)
+    monkeypatch.setattr(state_files, "FIRST_DELAY_S", 0.01)
     monkeypatch.delenv(RELAY_TOKEN_VARIABLE, raising=False)
 
 
@@ -102,10 +101,8 @@ def test_a_file_that_is_being_written_is_waited_for(folder: Path) -> None:
         assert torch.equal(RelayFiles(server.url, 5.0).load_and_delete(THERE, IDS), STATES)
 
 
-@pytest.mark.parametrize("given", [None, "other", KEY[:-1], KEY + "x"])
-def test_nobody_without_the_token_is_answered(
-    given: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("given", [None, KEY[:-1], KEY + "x"])
+def test_nobody_without_the_token_is_answered(given, folder, monkeypatch) -> None:
     if given is not None:
         monkeypatch.setenv(RELAY_TOKEN_VARIABLE, given)
     with relaying(folder, KEY) as server:
@@ -144,10 +141,8 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
         client = RelayFiles(url, 5.0)
         assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
     client._idle[0].sock.shutdown(socket.SHUT_RDWR)  # the relay's end of it, which outlived it
-    monkeypatch.setattr(relay_client.time, "sleep", waits.append)
-    with pytest.raises(
-        HiddenStatesError, match=rf"target.relay={url}: \w+Error: .* \(4 attempts\)"
-    ):
+    monkeypatch.setattr(state_files.time, "sleep", waits.append)
+    with pytest.raises(HiddenStatesError, match=rf"relay={url}: \w+Error: .* \(4 attempts\)"):
         client.load_and_delete(THERE, IDS)
     assert waits == [0, 0, 0.01, 0.02]
     (folder / NAME).write_bytes(CONTENT)
@@ -160,14 +155,14 @@ def test_a_relay_that_is_down_and_comes_back(folder: Path, monkeypatch: pytest.M
         assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
 
 
-class Breaking(BaseHTTPRequestHandler):
+class Breaking(Answers, BaseHTTPRequestHandler):
     """Ends so many answers in the middle, or does not answer them."""
 
-    num_broken, busy = 0, False
+    protocol_version = "HTTP/1.0"
 
     def do_GET(self) -> None:
-        broken, Breaking.num_broken = Breaking.num_broken > 0, Breaking.num_broken - 1
-        if broken and self.busy:
+        broken, self.owner.num_broken = self.owner.num_broken > 0, self.owner.num_broken - 1
+        if broken and self.owner.busy:
             self.send_error(503, "busy")
             return
         self.send_response(200)
@@ -176,40 +171,24 @@ class Breaking(BaseHTTPRequestHandler):
         self.wfile.write(CONTENT[:-20] if broken else CONTENT)
 
     def do_DELETE(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def breaking() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Breaking)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+        self.send_bytes(b"")
 
 
 @pytest.mark.parametrize(
     ("busy", "message"),
     [(False, "ValueError: it ends 20 bytes early"), (True, "HTTP 503: (.|\n)*")],
 )
-@pytest.mark.parametrize("num_broken", [3, 4])
-def test_a_relay_that_dies_in_the_middle_of_a_file_or_is_busy(
-    num_broken: int, busy: bool, message: str, breaking: str
+def test_a_relay_that_dies_in_the_middle_of_a_file_or_is_busy_is_asked_four_times(
+    busy: bool, message: str
 ) -> None:
-    Breaking.num_broken, Breaking.busy = num_broken, busy
-    client = RelayFiles(breaking, 5.0)
-    if num_broken < 4:
+    with Loopback(Breaking) as server:
+        server.busy, server.num_broken = busy, 3
+        client = RelayFiles(server.root, 5.0)
         assert torch.equal(client.load_and_delete(THERE, IDS), STATES)
-        return
-    with pytest.raises(HiddenStatesError, match=rf"{message} \(4 attempts\)"):
-        client.load_and_delete(THERE, IDS)
+        server.num_broken = 4
+        with pytest.raises(HiddenStatesError, match=rf"{message} \(4 attempts\)"):
+            client.load_and_delete(THERE, IDS)
+        client.close()
 
 
 def test_a_relay_that_hangs_is_waited_for_once(folder: Path) -> None:
@@ -257,36 +236,32 @@ def asked(server: RelayServer, method: str, path: str) -> tuple[int, bytes]:
     return int(answer.split(maxsplit=2)[1]), answer.partition(b"\r\n\r\n")[2]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/../secret.safetensors", "/%2e%2e/secret.safetensors", "/..%2fsecret.safetensors",
-        "//inner/secret.safetensors", "/./secret.safetensors", "../secret.safetensors",
-        "/inner/secret.safetensors", "/inner%2fsecret.safetensors", "/inner\\secret.safetensors",
-        "/.secret.safetensors", "/secret.txt", f"/{NAME}.lock", f"/{NAME}?a=b", f"/{NAME}%00",
-        "/..safetensors", "/", "*", "http://other/secret.safetensors",
-        f"/{'a' * 300}.safetensors", f"/{'a' * 5000}.safetensors", f"/{'a' * 100_000}.safetensors",
-    ],
-)  # fmt: skip
-def test_no_path_leads_out_of_the_folder(path: str, folder: Path) -> None:
+OUTSIDE = [
+    "/../secret.safetensors", "/%2e%2e/secret.safetensors", "/..%2fsecret.safetensors",
+    "//inner/secret.safetensors", "/./secret.safetensors", "../secret.safetensors",
+    "/inner/secret.safetensors", "/inner%2fsecret.safetensors", "/inner\\secret.safetensors",
+    "/.secret.safetensors", "/secret.txt", f"/{NAME}.lock", f"/{NAME}?a=b", f"/{NAME}%00",
+    "/..safetensors", "/", "*", "http://other/secret.safetensors",
+    f"/{'a' * 300}.safetensors", f"/{'a' * 5000}.safetensors", f"/{'a' * 100_000}.safetensors",
+]  # fmt: skip
+
+
+def test_no_path_leads_out_of_the_folder(folder: Path) -> None:
     (folder / "inner").mkdir()
-    there = [
-        folder / name for name in ("../secret.safetensors", "inner/secret.safetensors",
-        ".secret.safetensors", "secret.txt", NAME, f"{NAME}.lock")
-    ]  # fmt: skip
-    for each in there:
-        each.write_bytes(b"secret")
+    secrets = ("../secret.safetensors", "inner/secret.safetensors", ".secret.safetensors",
+               "secret.txt", NAME, f"{NAME}.lock")  # fmt: skip
+    for name in secrets:
+        (folder / name).write_bytes(b"secret")
     with relaying(folder) as server:
-        for method in ("GET", "DELETE"):
-            status, body = asked(server, method, path)
-            assert status in (404, 414), path
-            assert b"secret" not in body
-    assert all(each.exists() for each in there)
+        for path in OUTSIDE:
+            for method in ("GET", "DELETE"):
+                status, body = asked(server, method, path)
+                assert status in (404, 414), path
+                assert b"secret" not in body
+    assert all((folder / name).exists() for name in secrets)
 
 
-def test_links_are_not_followed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_are_not_followed(folder, tmp_path, monkeypatch) -> None:
     outside = tmp_path / "outside.safetensors"
     outside.write_bytes(CONTENT)
     (folder / "link.safetensors").symlink_to(outside)
@@ -301,9 +276,7 @@ def test_links_are_not_followed(
     assert not (folder / "link.safetensors").is_symlink()
 
 
-def test_a_write_that_failed_has_a_status_of_its_own_and_so_has_all_but_reading(
-    folder: Path,
-) -> None:
+def test_a_write_that_failed_has_a_status_of_its_own_and_so_has_all_but_reading(folder) -> None:
     with relaying(folder) as server:
         for method in ("POST", "PUT", "HEAD"):
             assert asked(server, method, f"/{NAME}")[0] == 501
@@ -331,9 +304,8 @@ def test_health(folder: Path) -> None:
         found = json.loads(body)
         assert (status, found["files"]) == (200, 2)
         assert 100 <= found["oldest_s"] < 110
-        assert RelayFiles(server.url, 5.0).free_bytes() == pytest.approx(
-            found["free_bytes"], rel=0.1
-        )
+        free = RelayFiles(server.url, 5.0).free_bytes()
+        assert free == pytest.approx(found["free_bytes"], rel=0.1)
         for each in folder.iterdir():
             each.unlink()
         assert json.loads(asked(server, "GET", "/health")[1])["oldest_s"] is None
@@ -357,9 +329,8 @@ def test_old_files_are_deleted(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_what_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("0.0.0.0", "10.0.0.5", "::", "gpu-7"):
-        with pytest.raises(
-            InputError, match=rf"host={host}: other machines .* {RELAY_TOKEN_VARIABLE}=\$"
-        ):
+        message = rf"host={host}: other machines .* {RELAY_TOKEN_VARIABLE}=\$"
+        with pytest.raises(InputError, match=message):
             check_relay(RelayRun(folder="x", host=host))
     for host in ("127.0.0.1", "localhost", "::1"):
         check_relay(RelayRun(folder="x", host=host))

@@ -1,7 +1,6 @@
 """Faults that change no text are found by what a head accepts, and mended."""
 
 import json
-import operator
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from chats import assistant, user, write_rows
+from exported import Fault, both, damage, key
 from feature_heads import fresh, objective_of, settings_of
 from toys import noisy_head, save_target, trained
 
@@ -46,38 +46,26 @@ def target(folder: Path) -> Target:
     return load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
 
 
-def maker(name: str, **changes: Any) -> Callable[[Target], Any]:
-    """Makes a head that has learnt the very answers that are replayed."""
-
-    def made(target: Target) -> Any:
-        config = settings_of(name, layers=[2, 4], **changes)
-        objective = objective_of(fresh(target, config), target, config)
-        encoder = RecordEncoder(target.tokenizer, None)
-        prompts = [encoder.encode_prompt([user(each)], None, {}) for each in QUESTIONS]
-        documents = [each + decode(target, NoDraft(), each, TOKENS).token_ids for each in prompts]
-        return trained(objective, documents, 80, min(map(len, prompts)))
-
-    return made
-
-
-MAKERS = {
-    "dflash": maker("dflash"),
-    "dflash2": maker("dflash2"),
-    "dspark": maker("dspark"),
-    "eagle3": maker("eagle3", norm_output=True, draft_vocab_size=None),
-    "peagle": maker("peagle", draft_vocab_size=None),
+SETTINGS = {
+    "eagle3": {"norm_output": True, "draft_vocab_size": None},
+    "peagle": {"draft_vocab_size": None},
 }
 
 
 @pytest.fixture(scope="module")
 def heads(folder: Path, target: Target) -> Callable[[str], Path]:
-    """Folders of heads, made once."""
+    """Folders of heads that have learnt the very answers that are replayed, made once."""
+    encoder = RecordEncoder(target.tokenizer, None)
+    prompts = [encoder.encode_prompt([user(each)], None, {}) for each in QUESTIONS]
+    documents = [each + decode(target, NoDraft(), each, TOKENS).token_ids for each in prompts]
 
     def of(name: str) -> Path:
-        path = folder / name
-        if not path.exists():
-            MAKERS[name](target).save(path, {"made": "here"})
-        return path
+        if not (folder / name).exists():
+            config = settings_of(name, layers=[2, 4], **SETTINGS.get(name, {}))
+            objective = objective_of(fresh(target, config), target, config)
+            head = trained(objective, documents, 80, min(map(len, prompts)))
+            head.save(folder / name, {"made": "here"})
+        return folder / name
 
     return of
 
@@ -93,79 +81,42 @@ def settings(folder: Path, head: Path, out_dir: Path, **changes: Any) -> RepairR
     return RepairRun(**{**own, **changes})
 
 
-def broken(head: Path, folder: Path, *faults: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a head with faults in its config."""
-    shutil.copytree(head, folder / "broken")
-    path = folder / "broken/config.json"
-    config = json.loads(path.read_text())
-    for fault in faults:
-        fault(config)
-    path.write_text(json.dumps(config))
-    return folder / "broken"
+def broken(head: Path, folder: Path, fault: Fault) -> Path:
+    """A copy of a head with a fault."""
+    copy = shutil.copytree(head, folder / "broken")
+    damage(copy, fault)
+    return copy
 
 
-def wrong(change: Callable[[Any], Any], *keys: str) -> Callable[[dict[str, Any]], None]:
-    """The fault of a config in which the value under some keys is another."""
-
-    def fault(config: dict[str, Any]) -> None:
-        for key in keys[:-1]:
-            config = config[key]
-        config[keys[-1]] = change(config[keys[-1]])
-
-    return fault
-
-
-def one_up(layers: list[int]) -> list[int]:
-    return [layer + 1 for layer in layers]
-
-
-dflash_layers = wrong(one_up, "dflash_config", "target_layer_ids")
-dspark_layers = wrong(one_up, "target_layer_ids")
-dspark_anchor = wrong(operator.not_, "sample_from_anchor")
-eagle_output = wrong(operator.not_, "norm_output")
-
-
-def theta(config: dict[str, Any]) -> None:
-    """Both places that name theta, as a config that contradicts itself is refused."""
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 3.0
-
-
-def eagle_layers(config: dict[str, Any]) -> None:
-    wrong(one_up, "eagle_aux_hidden_state_layer_ids")(config)
-    config["eagle_config"] = {}
-
-
-slow = pytest.mark.slow
-THETA = "the target's RoPE (default, theta 10000)"
+OTHERS = [3, 5]
+DFLASH_LAYERS = key("dflash_config", "target_layer_ids", to=OTHERS)
+DSPARK_LAYERS = key("target_layer_ids", to=OTHERS)
+EAGLE_LAYERS = both(key("eagle_aux_hidden_state_layer_ids", to=OTHERS), key("eagle_config", to={}))
+# Both places that name theta, as a config that contradicts itself is refused.
+THETA = both(key("rope_theta", to=3.0), key("rope_parameters", "rope_theta", to=3.0))
 LAYERS = "hidden states [2, 4], not [3, 5]"
+FAULTS = [
+    ("dspark", key("sample_from_anchor", to=False), "sample_from_anchor=true"),
+    ("dflash2", THETA, "the target's RoPE (default, theta 10000)"),
+    ("dspark", DSPARK_LAYERS, LAYERS),
+    ("eagle3", EAGLE_LAYERS, LAYERS),
+    ("peagle", EAGLE_LAYERS, LAYERS),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "fault", "words"),
     [
-        pytest.param("dflash", dflash_layers, LAYERS, marks=slow),  # one of two below
-        pytest.param("dspark", dspark_anchor, "sample_from_anchor=true", marks=slow),
-        ("eagle3", eagle_output, "norm_output=true"),
-        pytest.param("dflash", theta, THETA, marks=slow),
-        pytest.param("dflash2", theta, THETA, marks=slow),
-        pytest.param("dspark", dspark_layers, LAYERS, marks=slow),
-        pytest.param("eagle3", eagle_layers, LAYERS, marks=slow),
-        pytest.param("peagle", eagle_layers, LAYERS, marks=slow),
+        ("eagle3", key("norm_output", to=False), "norm_output=true"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in FAULTS),
     ],
 )
-def test_a_fault_is_named_and_mended(
-    folder: Path,
-    heads: Callable[[str], Path],
-    tmp_path: Path,
-    name: str,
-    fault: Callable[[dict[str, Any]], None],
-    words: str,
-) -> None:
+def test_a_fault_is_named_and_mended(folder, heads, tmp_path, name, fault, words) -> None:
     repair.main(settings(folder, broken(heads(name), tmp_path, fault), tmp_path / "out"))
     whole, mended = load_head(str(heads(name))), load_head(str(tmp_path / "out/head"))
     assert shown(mended) == shown(whole)
-    for key, tensor in whole.collect_tensors().items():
-        assert tensor.equal(mended.collect_tensors()[key]), key
+    tensors = mended.collect_tensors()
+    assert all(each.equal(tensors[name]) for name, each in whole.collect_tensors().items())
     record = json.loads((tmp_path / "out/head/headsmith.json").read_text())
     assert record["repaired"] == words
     rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
@@ -180,12 +131,7 @@ def shown(head: Any) -> dict[str, Any]:
     return vars(head.config) | {"llama": head.config.llama.to_dict()}
 
 
-def test_a_right_head_is_left_alone(
-    folder: Path,
-    heads: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_right_head_is_left_alone(folder, heads, tmp_path, capsys) -> None:
     repair.main(settings(folder, heads("dflash"), tmp_path / "out"))
     assert "so the files are right" in capsys.readouterr().out
     assert not (tmp_path / "out/head").exists()
@@ -202,9 +148,7 @@ def test_a_right_head_is_left_alone(
 
 
 @pytest.mark.slow
-def test_readings_are_as_long_as_the_shortest(
-    folder: Path, heads: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_readings_are_as_long_as_the_shortest(folder, heads, tmp_path) -> None:
     """A block of 5 that begins behind its anchor drafts 4."""
     repair.main(settings(folder, heads("dspark"), tmp_path / "out"))
     rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
@@ -214,10 +158,8 @@ def test_readings_are_as_long_as_the_shortest(
 
 
 @pytest.mark.slow
-def test_two_faults_are_found_one_after_the_other(
-    folder: Path, heads: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    head = broken(heads("dflash"), tmp_path, dflash_layers, theta)
+def test_two_faults_are_found_one_after_the_other(folder, heads, tmp_path, capsys) -> None:
+    head = broken(heads("dflash"), tmp_path, both(DFLASH_LAYERS, THETA))
     repair.main(settings(folder, head, tmp_path / "out"))
     assert "the files should say" in capsys.readouterr().out
     mended = load_head(str(tmp_path / "out/head"))

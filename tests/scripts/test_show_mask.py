@@ -1,9 +1,5 @@
 """The command that shows what is learnt of rows."""
 
-from pathlib import Path
-
-import pytest
-
 from conf.settings.data import PackedConfig
 from conf.settings.scripts import ShowMaskRun
 from conf.settings.target import TargetConfig
@@ -14,9 +10,7 @@ from tests.chats import assistant, user, write_rows
 TOOL = {"name": "look", "parameters": {"type": "object", "properties": {}}}
 
 
-def test_parts_that_the_template_leaves_out_have_a_line_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_that_the_template_leaves_out_have_a_line_of_their_own(tmp_path, capsys) -> None:
     path = tmp_path / ("a" * 70 + "[row 7].jsonl")
     answer = assistant("Yes") | {"reasoning_content": "Hm"}
     write_rows(path, [{"messages": [user("Hi"), answer], "tools": [TOOL]}])

@@ -11,15 +11,7 @@ import pytest
 import torch
 
 from data.servers.hidden_states import ServerFeatureLayers
-from tests.train.runs import (
-    ENV,
-    ROOT,
-    arguments,
-    inputs,
-    trained,
-    wait_for,
-    weights,
-)
+from tests.train.runs import ENV, ROOT, arguments, inputs, trained, wait_for, weights
 
 __all__ = ["inputs"]
 SCRIPT = ROOT / "scripts/train.slurm"
@@ -46,7 +38,7 @@ def test_is_valid_bash() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def submit(folder: Path, command: list[str], layout: str, **more: str) -> "subprocess.Popen[str]":
+def submit(folder: Path, command: list[str], **more: str) -> "subprocess.Popen[str]":
     binaries = folder / "bin"
     binaries.mkdir(exist_ok=True)
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -56,7 +48,7 @@ def submit(folder: Path, command: list[str], layout: str, **more: str) -> "subpr
         **ENV, "PATH": f"{binaries}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1",
-        "REQUEUED": str(folder / "requeued"), "LAYOUT": layout, **more,
+        "REQUEUED": str(folder / "requeued"), "LAYOUT": "multi_node", **more,
     }  # fmt: skip
     return subprocess.Popen(
         ["bash", str(SCRIPT), *command], cwd=folder, env=environment, text=True,
@@ -65,13 +57,10 @@ def submit(folder: Path, command: list[str], layout: str, **more: str) -> "subpr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["multi_node", "fsdp2", "zero3"])
-def test_a_job_that_meets_its_time_limit_is_queued_again_and_goes_on(
-    inputs: Path, tmp_path: Path, layout: str
-) -> None:
+def test_a_job_that_meets_its_time_limit_is_queued_again_and_goes_on(inputs, tmp_path) -> None:
     steps = ["train.max_steps=200", "train.save_steps=1000", "train.eval_steps=200"]
     command = arguments(inputs, tmp_path / "out", *steps)
-    job = submit(tmp_path, command, layout)
+    job = submit(tmp_path, command)
     wait_for(tmp_path / "out/metrics.jsonl", job)
     os.kill(job.pid, signal.SIGUSR1)  # what `--signal=B:USR1@300` sends
     said, _ = job.communicate(timeout=120)
@@ -81,7 +70,7 @@ def test_a_job_that_meets_its_time_limit_is_queued_again_and_goes_on(
     assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
     assert not (tmp_path / "out/head").exists()
 
-    again = submit(tmp_path, command, layout)
+    again = submit(tmp_path, command)
     said, _ = again.communicate(timeout=180)
     assert again.returncode == 0, said
     assert "continuing from" in said
@@ -95,7 +84,7 @@ def test_a_job_that_meets_its_time_limit_is_queued_again_and_goes_on(
 
 @pytest.mark.slow
 def test_a_job_that_fails_is_not_queued_again(inputs: Path, tmp_path: Path) -> None:
-    job = submit(tmp_path, arguments(inputs, tmp_path / "out", "train.batch_size=3"), "multi_node")
+    job = submit(tmp_path, arguments(inputs, tmp_path / "out", "train.batch_size=3"))
     said, _ = job.communicate(timeout=120)
     assert job.returncode != 0
     assert "train.batch_size=3: not divisible by 2 processes" in said
@@ -103,22 +92,16 @@ def test_a_job_that_fails_is_not_queued_again(inputs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_first_nodes_of_a_job_serve_the_target_to_the_others(
-    inputs: Path, tmp_path: Path
-) -> None:
+def test_the_first_nodes_of_a_job_serve_the_target_to_the_others(inputs, tmp_path) -> None:
     """By a relay, as a trainer sees no folder of another node; both end with the job."""
     (tmp_path / "there").mkdir()
     taps = ServerFeatureLayers((2,), 2, 32, None)
     options = taps.serve_options(tmp_path / "there")
-    server = [
-        sys.executable,
-        str(ROOT / "tests/engines/vllm_standin.py"),
-        "serve",
-        str(inputs / "target"),
-    ]
+    standin = str(ROOT / "tests/engines/vllm_standin.py")
+    server = [sys.executable, standin, "serve", str(inputs / "target")]
     command = arguments(inputs, tmp_path / "out", "target.dtype=float32")
     environment = {"ENGINES": "1", "SERVE": shlex.join([*server, *options])}
-    job = submit(tmp_path, command, "multi_node", **environment)
+    job = submit(tmp_path, command, **environment)
     said, _ = job.communicate(timeout=180)
     assert job.returncode == 0, said
     assert "1 process(es), cpu" in said

@@ -95,9 +95,7 @@ def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path
         ("eval/tree_search.py", "depth", "; eval/acceptance.py, eval/speedup.py, eval/serve.py, "),
         ("eval/serve.py", "dynamic_tree.top_k", "; eval/acceptance.py, eval/speedup.py have it"),
         ("scripts/repair.py", "temperature", "; eval/acceptance.py, "),
-        ("eval/serve.py", "plain", "; eval/acceptance.py, "),
         ("scripts/capture.py", "data.features", "; train/dflash.py, "),
-        ("train/medusa2.py", "data.features", "; train/dflash.py, "),
         ("train/medusa2.py", "rollout.steps", "; train/dflash.py, "),
         ("train/peagle.py", "head.form", "; train/eagle.py have it"),
         ("train/dflash2.py", "head.own_output_head", "; train/dflash.py, train/dspark.py have it"),
@@ -106,9 +104,7 @@ def test_settings_are_shown_from_a_folder_with_decoys(entry: str, tmp_path: Path
         ("train/medusa.py", "data.columns.prompt", None),
     ],
 )
-def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(
-    entry: str, key: str, told: str | None
-) -> None:
+def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(entry, key, told) -> None:
     if told is None:
         words.check_setting_exists(COMMANDS[entry].schema, key)
         return
@@ -131,20 +127,10 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
         (DataConfig, "max_length", 0, r"data\.max_length=0: must be above 0"),
         (DataConfig, "num_proc", 0, r"data\.num_proc=0: must be above 0"),
         (DataConfig, "eval_fraction", 1.5, r"data\.eval_fraction=1\.5: must be"),
-        (
-            DataConfig,
-            "chat_template_kwargs",
-            "off",
-            r"kwargs=off: .*like 'data.chat_template_kwarg",
-        ),
+        (DataConfig, "chat_template_kwargs", "off", r"kwargs=off: .*like 'data\.chat_template"),
         (DataConfig, "columns", "ask", r"data.columns=ask: not a mapping of names"),
         (DataConfig, "columns", {"prompt": 3}, r"not a mapping of names; .* 'data.columns=\{promp"),
-        (
-            DataConfig,
-            "columns",
-            {"promt": "ask"},
-            r"no field is called 'promt'; allowed: messages,",
-        ),
+        (DataConfig, "columns", {"promt": "ask"}, r"no field is called 'promt'; allowed: mess"),
         (MedusaConfig, "num_heads", 0, r"head\.num_heads=0"),
         (TrainConfig, "warmup_steps", 10, r"train\.warmup_steps=10"),
         (TrainConfig, "learning_rate", "fast", r"learning_rate=fast: must be above 0, o"),
@@ -175,6 +161,7 @@ EAGLE3 = {
     "divergence_weight": 1.0, "regression_weight": 0.0, "noise": 0.0,
     "norm_before_residual": True, "learn_prompts": True, "teacher_temperature": 0.6,
 }  # fmt: skip
+EAGLE31 = EAGLE3 | {"fc_norm": True, "norm_output": True, "norm_before_residual": False}
 HASS = {
     **EAGLE1, "num_steps": 3, "step_decay": 1.0, "step_normalizer": "mean",
     "detach_features": True, "top_k_weight": 1.0,
@@ -186,11 +173,7 @@ HASS = {
     [
         ("eagle1", EAGLE1, (None, 0.5)),
         ("eagle3", EAGLE3, (0.5, None)),
-        (
-            "eagle3_1",
-            {**EAGLE3, "fc_norm": True, "norm_output": True, "norm_before_residual": False},
-            (0.5, None),
-        ),
+        ("eagle3_1", EAGLE31, (0.5, None)),
         ("hass", HASS, (None, 0.5)),
     ],
 )

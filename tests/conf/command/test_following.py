@@ -91,21 +91,14 @@ def test_servers_are_named_where_they_may_run_the_target() -> None:
     assert there.endswith("target.path=me/model")
 
 
-def test_the_script_is_found_from_where_one_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder, place in (
-        (ROOT, "eval/a.py"),
-        (ROOT / "eval", "a.py"),
-        (tmp_path, f"{ROOT}/eval/a.py"),
-    ):
+def test_the_script_is_found_from_where_one_stands(tmp_path, monkeypatch) -> None:
+    places = {ROOT: "eval/a.py", ROOT / "eval": "a.py", tmp_path: f"{ROOT}/eval/a.py"}
+    for folder, place in places.items():
         monkeypatch.chdir(folder)
         assert following.format_command("eval/a.py", {}) == f"python {place}"
 
 
-def test_a_command_that_another_one_started_keeps_it_to_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_another_one_started_keeps_it_to_itself(monkeypatch, capsys) -> None:
     following.print_next_command("train", {})
     assert pasted(capsys.readouterr().out)[0] == "eval/acceptance.py"
     assert {*quickstart.PART_OF} == {following.PARENT_COMMAND_VARIABLE}
@@ -121,9 +114,8 @@ def training(path: str | None, out_dir: Path) -> DFlashRun:
 def test_a_training_is_measured_with_its_target_and_prompts_of_the_users_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    following.print_next_command(
-        "train", build_measure_settings(training("me/model", tmp_path), "me/model")
-    )
+    settings = build_measure_settings(training("me/model", tmp_path), "me/model")
+    following.print_next_command("train", settings)
     script, run = pasted(capsys.readouterr().out)
     assert script == "eval/acceptance.py"
     assert run.head.path == str(tmp_path / "head")
@@ -131,9 +123,7 @@ def test_a_training_is_measured_with_its_target_and_prompts_of_the_users_own(
     assert (run.data.path, run.out_dir) == (following.PROMPTS_PLACEHOLDER, str(tmp_path))
 
 
-def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed(
-    tmp_path: Path,
-) -> None:
+def test_a_training_from_a_store_or_on_the_embedded_default_names_what_is_needed(tmp_path) -> None:
     assert build_measure_settings(DFlashRun(out_dir="o"), "me/model")["target.path"] == "me/model"
     embedded = build_measure_settings(DFlashRun(out_dir="o"), TARGET_PATH)
     assert following.format_command("", embedded).split()[2:] == ["head.path=o/head", "out_dir=o"]
@@ -166,9 +156,8 @@ def test_a_measured_head_is_exported_for_the_engine_of_its_target(
         return
     following.print_next_command("speedup", settings or {})
     script, export = pasted(capsys.readouterr().out)
-    assert (script, export.format.value, export.dtype.value) == (
-        "scripts/export.py", engine, "bfloat16",
-    )  # fmt: skip
+    assert (script, export.format.value) == ("scripts/export.py", engine)
+    assert export.dtype.value == "bfloat16"
     assert (export.head.path, export.target.path) == ("outputs/mine/head", name)
 
 

@@ -46,9 +46,8 @@ def page(entry: str) -> str:
 
 def test_every_command_has_its_door_before_heavy_libraries() -> None:
     scripts = [str(ROOT / entry) for entry in COMMANDS]
-    said = subprocess.run(
-        [sys.executable, "-c", KNOCK, *scripts], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", KNOCK, *scripts]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
     names = [command.name for command in COMMANDS.values()]
     assert (said.stdout, said.stderr) == (f"{names}\n[]\n", "")
 
@@ -61,9 +60,7 @@ def test_every_setting_has_words(entry: str) -> None:
         assert each.description[-1] in ".)", each.name
 
 
-def test_help_is_printed_at_the_door(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_printed_at_the_door(monkeypatch, capsys) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setattr(sys, "argv", ["train/medusa.py", "--help", "seed=7", "seed", "log.project"])
     with pytest.raises(SystemExit, match=r"^0$"):

@@ -56,10 +56,7 @@ def test_lines_of_an_error_stay_lines_and_what_is_typed_stays_whole() -> None:
     ("text", "bold"),
     [
         ("head.path: no head there", ["head.path"]),
-        (
-            "seed=3: no; or target.layers=[1, 2], out_dir=a/b.",
-            ["seed=3", "target.layers=[1, 2]", "out_dir=a/b"],
-        ),
+        ("seed=3: no; or a.layers=[1, 2], out=a/b.", ["seed=3", "a.layers=[1, 2]", "out=a/b"]),
         ("a.b.py: cannot be read (x=1)", ["a.b.py", "x=1"]),
         ("/tmp/a=b: --num=3 of a-b=c", []),
     ],
@@ -123,16 +120,9 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
         ("scripts/push.py target.path=me/x", "has no such setting; type base_model=me/x"),
         ("train/medusa.py train.lr=1e-4", "has no such setting; type train.learning_rate=1e-4"),
         ("train/medusa.py +optimizer.lr=3", "has no such setting; type train.learning_rate=3"),
-        ("train/medusa.py batch_size=2", "has no such setting; type train.batch_size=2"),
-        ("train/medusa.py epochs=3", "has no such setting; type train.num_epochs=3"),
         ("train/medusa.py max-seq-length=9", "has no such setting; type data.max_length=9"),
-        ("train/medusa.py output_dir=x", "has no such setting; type out_dir=x"),
-        ("train/medusa.py model=me/x", "has no such setting; type target.path=me/x"),
         ("eval/speedup.py max_tokens=9", "has no such setting; type max_new_tokens=9"),
-        (
-            "train/medusa.py path=x",
-            "has no such setting; type data.path=x or head.path=x or target.path=x",
-        ),
+        ("train/medusa.py path=x", "; type data.path=x or head.path=x or target.path=x"),
         (
             "scripts/push.py target.dtype=x",
             "target.dtype: this command has no such setting; train/dflash.py, train/dflash2.py, "
@@ -155,25 +145,14 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
         ("train/medusa.py --learning-rate=3", ", without dashes; type train.learning_rate=3"),
         ("train/medusa.py --multirun --lr 1,2", ", without dashes; type train.learning_rate=1,2"),
         ("train/medusa.py --seeds", ", without dashes: near are seed"),
-        (
-            "train/medusa.py train.lr 3",
-            "train.lr: settings are typed as KEY=VALUE, without dashes; ",
-        ),
+        ("train/medusa.py train.lr 3", "train.lr: settings are typed as KEY=VALUE, without dash"),
         ("train/medusa.py train.max_step=3", "near are train.max_steps, "),
-        (
-            "train/eagle.py train.max_steps=abc",
-            "train.max_steps=abc: not allowed here; allowed: wh",
-        ),
+        ("train/eagle.py train.max_steps=abc", "train.max_steps=abc: not allowed here; allowed:"),
         ("train/medusa.py train.max_steps=-3", "error: train.max_steps=-3: must be above 0\n"),
         ("train/medusa.py rows.jsonl", "rows.jsonl: not a setting; type KEY=VALUE, --help lists"),
     ],
 )
-def test_what_was_meant_is_named(
-    typed: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_was_meant_is_named(typed, message, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", typed.split())
     with pytest.raises(SystemExit, match=r"^2$"):
         COMMANDS[typed.split(maxsplit=1)[0]].parse_command_line()
@@ -182,9 +161,7 @@ def test_what_was_meant_is_named(
     assert message in said
 
 
-def test_options_of_hydra_and_values_that_look_like_options_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_of_hydra_and_values_that_look_like_options_pass(monkeypatch) -> None:
     for typed in ("--cfg job", "-m seed=1,2", "--package _global_ -c job", "log.project=--x"):
         monkeypatch.setattr("sys.argv", ["train/medusa.py", *typed.split()])
         EAGLE._check_typed_forms(typed.split())

@@ -2,11 +2,13 @@
 
 import json
 import signal
+import subprocess
 import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import commands
 import psutil
 import pytest
 from training_step import KINDS
@@ -76,12 +78,22 @@ def test_sixth(): pass
 """
 
 
-def test_a_broken_device_and_a_crash_cost_one_test_each(
-    runner: gpu.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Forked(commands.Command):
+    """A process of a stage that need not wait for imports."""
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], **_: Any) -> None:
+        super().__init__(command, cwd, env)
+
+    def wait(self, timeout: float = 180.0) -> int | None:
+        self.communicate(timeout)
+        return self.returncode
+
+
+def test_a_broken_device_and_a_crash_cost_one_test_each(runner, tmp_path, monkeypatch) -> None:
     (tmp_path / "test_own.py").write_text(TESTS)
     file = str(tmp_path / "test_own.py")
-    monkeypatch.setattr(gpu, "CHECKS", {"own": (file, "not nothing"), "empty": (file, "nothing")})
+    monkeypatch.setattr(gpu, "CHECKS", {"own": (file, "not nothing")})
+    monkeypatch.setattr(subprocess, "Popen", Forked)
     runner.run_checks(["own"], 1.0)
     *rows, end = (row for row in runner.results.load_rows() if "begun" not in row)
     assert [(row["test"].split("_")[-1], row["passed"]) for row in rows] == [
@@ -93,13 +105,9 @@ def test_a_broken_device_and_a_crash_cost_one_test_each(
     assert rows[3]["error"] == f"no end: {-signal.SIGABRT}"
     assert end["code"] == 0
     assert len(gpu.list_failures([*rows, end])) == 3
-    runner.run_checks(["empty"], 1.0)
-    assert runner.results.load_rows()[-1]["code"] == gpu.NO_TESTS
 
 
-def test_a_test_that_the_limit_cut_short_runs_again(
-    runner: gpu.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_test_that_the_limit_cut_short_runs_again(runner, monkeypatch) -> None:
     def run(name: str, *_: object, **_more: object) -> str:
         runner.results.append_row({"stage": name, "begun": "first"})
         return "no end within 9 s"
@@ -108,11 +116,13 @@ def test_a_test_that_the_limit_cut_short_runs_again(
     runner.run_checks(["kernels"], 1.0)
     assert runner.results.list_tests("kernels") == ({"first"}, set())
     assert runner.results.load_rows()[-1]["code"] == "no end within 9 s"
+    monkeypatch.setattr(runner, "run_command", lambda *_, **_more: gpu.NO_TESTS)
+    monkeypatch.setattr(gpu, "CHECKS", {"empty": ("file", "nothing")})
+    runner.run_checks(["empty"], 1.0)
+    assert runner.results.load_rows()[-1]["code"] == gpu.NO_TESTS
 
 
-def test_tests_that_have_ended_do_not_run_again(
-    results: gpu.Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_that_have_ended_do_not_run_again(results, monkeypatch) -> None:
     monkeypatch.setenv(gpu.RESULTS, str(results.folder))
     monkeypatch.setenv(gpu.STAGE, "own")
     results.append_row({"stage": "own", "begun": "first"})
@@ -144,9 +154,7 @@ def test_limits_grow_with_the_seconds_for_all(results: gpu.Results) -> None:
     assert short.compute_limit(400.0) == pytest.approx(280.0 - gpu.RESERVE_S, abs=1.0)
 
 
-def test_a_second_start_leaves_out_what_has_ended(
-    results: gpu.Results, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_start_leaves_out_what_has_ended(results, capsys) -> None:
     names, machine = gpu.plan_stages(Namespace(names=["figures"], small=True), results)
     assert names == ["ceilings", "train eagle3", "decode", "train dflash", "train medusa"]
     results.append_row({"stage": "decode", "ended": True, "code": 0})
@@ -164,9 +172,7 @@ def test_a_second_start_leaves_out_what_has_ended(
     assert machine["small"]
 
 
-def test_a_head_that_is_not_here_is_trained_again(
-    results: gpu.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_is_not_here_is_trained_again(results, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path))
     for name in ("answers", "eagle3_1"):
         results.append_row({"stage": name, "ended": True, "code": 0})

@@ -37,9 +37,7 @@ FORWARD, BACKWARD = (
         ("eagle3", Optimizer.adamw, (1.5 / 64, 1.5 / 64)),
     ],
 )
-def test_the_usual_rates_of_a_head(
-    form: str, optimizer: Optimizer, rates: tuple[float, float]
-) -> None:
+def test_the_usual_rates_of_a_head(form, optimizer, rates) -> None:
     target = random_target(hidden_size=64, num_hidden_layers=4)
     vocab = DraftVocab.make_full(target.vocab_size)
     assert make_objective(form, target, vocab).compute_default_rates(optimizer) == rates

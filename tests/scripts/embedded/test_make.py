@@ -124,15 +124,5 @@ def test_a_second_start_takes_the_target_that_is_there(made, monkeypatch):
 
 def test_tokens_that_would_repeat_four():
     ids = [1, 2, 3, 4, 9, 1, 2, 3, 4, 1, 2, 3]
-    assert find_loop_tokens(ids, 4)[3:] == [
-        set(),
-        set(),
-        set(),
-        set(),
-        set(),
-        {4},
-        {9},
-        set(),
-        set(),
-    ]
+    assert find_loop_tokens(ids, 4)[3:] == [*[set()] * 5, {4}, {9}, set(), set()]
     assert find_loop_tokens([7] * 6, 4) == [set(), set(), set(), set(), {7}, {7}]

@@ -104,12 +104,7 @@ CARDS: list[tuple[str, dict[str, Any], dict[str, Any], str, list[str]]] = [
 
 @pytest.mark.parametrize(("name", "settings", "recorded", "tag", "texts"), CARDS)
 def test_the_card_says_what_the_head_is_and_how_to_serve_it(
-    tmp_path: Path,
-    name: str,
-    settings: dict[str, Any],
-    recorded: dict[str, Any],
-    tag: str,
-    texts: list[str],
+    tmp_path, name, settings, recorded, tag, texts
 ) -> None:
     run = saved(tmp_path, name, recorded, **settings)
     if "**1.812**" in texts:

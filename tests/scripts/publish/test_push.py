@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,67 +19,16 @@ from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
 from scripts.publish.staging import Renaming, scrub_private_data
 from tests.conf.command.test_following import pasted
-from tests.hub_server import TOKEN, Fault, HubServer, Repo
+from tests.hub_server import TOKEN, HubServer, Repo
 
 ROWS = [{"dialogue": n} for n in range(11)]
-ACCEPTANCE = {
-    "mode": "replay",
-    "tau": 1.8125,
-    "tau_ci95": [1.6, 2.0],
-    "alpha": [0.6, 0.35],
-    "per_position": [0.6, 0.21],
-    "by_category": {
-        "writing": {"tau": 1.75, "ci95": [1.5, 2.0], "num_prompts": 2},
-        "math|code": {"tau": 1.875, "ci95": [1.75, 2.0], "num_prompts": 8},
-        "one": {"tau": 1.25, "ci95": None, "num_prompts": 1},
-    },
-    "num_prompts": 11,
-    "num_tokens": 512,
-    "prompts": ROWS,
-    "static_tree": {
-        "tau": 2.25,
-        "tau_ci95": [2.0, 2.5],
-        "by_category": {"writing": {"tau": 2.125}, "math|code": {"tau": 2.375}, "one": {"tau": 2}},
-    },
-}
-SPEEDUP = {
-    "baseline": "vanilla",
-    "baselines": ["vanilla", "generate"],
-    "methods": {
-        "vanilla": {
-            "tau": 1.0, "tokens_per_s": 20.0, "speedup": 1.0, "efficiency": 1.0, "breakdown": {},
-            "speedup_ci95": None, "prompts": ROWS,
-        },
-        "medusa_chain": {
-            "tau": 1.8, "tokens_per_s": 11.2, "speedup": 0.56, "efficiency": 0.31, "breakdown": {},
-            "speedup_ci95": [0.49, 0.64], "prompts": ROWS,
-        },
-    },
-    "lossless": {"num_prompts": 8, "num_equal": 8, "first_divergences": []},
-}  # fmt: skip
-PROVENANCE = {
-    "target": "Qwen/Qwen3-8B",
-    "config": {
-        "target": {"path": "Qwen/Qwen3-8B"},
-        "data": {"path": "/home/ann/My Data/chats.jsonl", "max_length": 128},
-        "head": {"path": None, "num_heads": 2, "num_layers": 1, "labels": "hard"},
-        "train": {"max_steps": 77, "learning_rate": 0.001, "resume": "/scratch/ann/run/last"},
-        "seed": 3,
-    },
-    "versions": {"torch": "2.13.0"},
-    "argv": ["/home/ann/headsmith/train/medusa.py", "data.path=/home/ann/My Data/chats.jsonl"],
-    "git": "0123abc",
-    "data": {
-        "path": "/home/ann/My Data/chats.jsonl",
-        "num_records": 12345,
-        "num_heldout": 345,
-        "eval_path": "kept.jsonl",
-        "num_truncated": 1200,
-        "sha256": "f00d" * 16,
-        "form": "messages",
-        "bad": ["/home/ann/My Data/chats.jsonl:3: field 'content': found 'my secret diary'"],
-    },
-}
+ACCEPTANCE, SPEEDUP, PROVENANCE = json.loads(
+    (Path(__file__).parent / "run.json").read_text()
+).values()
+"""What a run left: its measurements, and the record of its training."""
+ACCEPTANCE["prompts"] = ROWS
+for figures in SPEEDUP["methods"].values():
+    figures["prompts"] = ROWS
 
 
 def make_head(folder: Path, target: str = "Qwen/Qwen3-8B") -> MedusaHead:
@@ -117,15 +64,10 @@ def dry(run_dir: Path, tmp_path: Path, **changes: object) -> Path:
     return tmp_path / "staged"
 
 
-def hub_env(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+def hub_env(hub: HubServer, home: Path) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
-    env |= {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(home),
-        "NO_PROXY": "127.0.0.1",
-        "HF_HUB_DISABLE_XET": "1",
-    }
-    return env | ({"HF_TOKEN": token} if token else {})
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    return env | {"NO_PROXY": "127.0.0.1", "HF_TOKEN": TOKEN}
 
 
 @pytest.fixture
@@ -150,9 +92,7 @@ def upload(run_dir: Path, **changes: object) -> None:
     push.main(PushRun(head=head, **{"repo_id": "me/qwen-medusa", **changes}))  # type: ignore[arg-type]
 
 
-def test_push_then_load_from_the_hub_gives_the_same_head(
-    hub: HubServer, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_push_then_load_from_the_hub_gives_the_same_head(hub, run_dir, tmp_path, capsys) -> None:
     upload(run_dir)
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == f"{hub.url}/me/qwen-medusa"
@@ -167,9 +107,7 @@ def test_push_then_load_from_the_hub_gives_the_same_head(
     assert TOKEN not in said.out + said.err
 
 
-def test_dry_run_writes_exactly_what_would_be_uploaded(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_ends_with_the_push(run_dir, tmp_path, capsys) -> None:
     staged = dry(run_dir, tmp_path, private=False)
     said = capsys.readouterr().out
     assert "links after upload: https://huggingface.co/me/qwen-medusa\n" in said
@@ -179,53 +117,39 @@ def test_dry_run_writes_exactly_what_would_be_uploaded(
         "README.md", "acceptance.png", "config.json", "headsmith.json",
         "medusa_lm_head.safetensors",
     ]  # fmt: skip
-    theirs = load_head(str(staged)).state_dict()
-    for name, tensor in load_head(str(run_dir / "head")).state_dict().items():
-        assert torch.equal(tensor, theirs[name])
-
-
-def model_index(*taus: tuple[str, float], data: str) -> list[dict[str, Any]]:
-    results = {
-        "task": {"type": "text-generation"},
-        "dataset": {"name": data.rsplit("/", maxsplit=1)[-1], "type": data},
-        "metrics": [
-            {"type": "tau", "value": tau, "name": f"tau, {name} (mean tokens per target pass)"}
-            for name, tau in taus
-        ],
-    }
-    return [{"name": "qwen-medusa", "results": [results]}]
 
 
 @pytest.mark.parametrize(
-    ("path", "name"),
+    ("path", "name", "shown"),
     [
-        ("/home/ann/mt_bench.jsonl", "mt_bench"),
-        ("HuggingFaceH4/mt_bench", "HuggingFaceH4/mt_bench"),
+        (None, "headsmith-default", "headsmith-default"),
+        ("/home/ann/mt_bench.jsonl", "mt_bench", "mt_bench"),
+        ("HuggingFaceH4/mt_bench", "HuggingFaceH4/mt_bench", "mt_bench"),
     ],
 )
-def test_the_metadata_hold_tau_as_the_hub_reads_it(
-    run_dir: Path, tmp_path: Path, path: str, name: str
+def test_card_says_what_was_measured_and_how_to_use_it(
+    run_dir: Path, tmp_path: Path, path: str | None, name: str, shown: str
 ) -> None:
-    measured = {**ACCEPTANCE, "data": {"path": path}}
+    measured = ACCEPTANCE | ({"data": {"path": path}} if path else {})
     (run_dir / "acceptance.json").write_text(json.dumps(measured))
-    card = (dry(run_dir, tmp_path) / "README.md").read_text()
-    assert yaml.safe_load(card.split("---\n", 2)[1])["model-index"] == model_index(
-        ("chain", 1.8125), ("static tree", 2.25), data=name
-    )
-
-
-def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: Path) -> None:
     card = (dry(run_dir, tmp_path, license="Apache-2.0") / "README.md").read_text()
     _, metadata, body = card.split("---\n", 2)
+    taus = [
+        {"type": "tau", "value": tau, "name": f"tau, {way} (mean tokens per target pass)"}
+        for way, tau in (("chain", 1.8125), ("static tree", 2.25))
+    ]
+    results = {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": shown, "type": name},
+        "metrics": taus,
+    }
     assert yaml.safe_load(metadata) == {
         "base_model": "Qwen/Qwen3-8B",
         "base_model_relation": "adapter",
         "library_name": "headsmith",
         "license": "apache-2.0",
         "tags": ["speculative-decoding", "medusa", "draft-head"],
-        "model-index": model_index(
-            ("chain", 1.8125), ("static tree", 2.25), data="headsmith-default"
-        ),
+        "model-index": [{"name": "qwen-medusa", "results": [results]}],
     }
     for text in (
         "[Qwen/Qwen3-8B](https://huggingface.co/Qwen/Qwen3-8B)",
@@ -256,9 +180,7 @@ def test_card_says_what_was_measured_and_how_to_use_it(run_dir: Path, tmp_path: 
         assert text in body
 
 
-def test_push_and_card_begin_with_the_verdict_of_the_figures(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_push_and_card_begin_with_the_verdict_of_the_figures(run_dir, tmp_path, capsys) -> None:
     said = "The verdict of speedup.json: This head is not worth serving: medusa_chain decodes at "
     card = (dry(run_dir, tmp_path) / "README.md").read_text()
     assert said in card[: card.index("## Use")]
@@ -278,9 +200,7 @@ def test_card_and_export_say_how_chats_were_rendered(run_dir: Path, tmp_path: Pa
     assert "chat_template_kwargs" not in format_readme(head, ExportFormat.vllm, [], PROVENANCE)
 
 
-def test_card_says_what_was_trained_on_and_digests_stay_at_home(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_card_says_what_was_trained_on_and_digests_stay_at_home(run_dir, tmp_path) -> None:
     head = str(run_dir / "head")
     own = {"chat_template_kwargs": {}, "target_dtype": "float32", "sha256": "ab"}
     trained = own | {"head": head, "num_trained": 3, "num_dialogues": 4, "target_dtype": "bfloat16"}
@@ -334,9 +254,7 @@ def test_local_paths_and_quoted_rows_stay_at_home(run_dir: Path, tmp_path: Path)
     assert " target.path=me/tiny-chat " in card
 
 
-def test_the_target_of_a_gguf_head_is_a_file_on_the_hub(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_target_of_a_gguf_head_is_a_file_on_the_hub(run_dir, tmp_path, capsys) -> None:
     make_head(run_dir / "head", target="models/chat.Q4_1.gguf")
     with pytest.raises(InputError, match=r"owner/name/chat\.Q4_1\.gguf, the target's file"):
         dry(run_dir, tmp_path)
@@ -467,9 +385,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "staged").exists()
 
 
-def test_hub_refusals_are_explained(
-    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_refusals_are_explained(hub, run_dir, monkeypatch) -> None:
     with pytest.raises(InputError, match=r"may not write there \(HTTP 403\)"):
         upload(run_dir, repo_id="others/head")
     upload(run_dir, private=False)
@@ -483,9 +399,7 @@ def test_hub_refusals_are_explained(
         upload(run_dir, repo_id="me/new")
 
 
-def test_an_unreachable_hub_is_named(
-    hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_is_named(hub, run_dir, monkeypatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
         upload(run_dir)
@@ -498,50 +412,23 @@ WEIGHTS = "medusa_lm_head.safetensors"
 REPO = "me/qwen-medusa"
 
 
-def size_of(run_dir: Path) -> int:
-    return (run_dir / "head" / WEIGHTS).stat().st_size
+def test_nothing_that_arrived_is_sent_again(hub: HubServer, run_dir: Path) -> None:
+    weights, picture = (run_dir / "head" / WEIGHTS).read_bytes(), b"\x89PNG not a real picture"
 
+    def received() -> list[int]:
+        return [hub.received[sha256(each).hexdigest()] for each in (weights, picture)]
 
-def received(hub: HubServer, run_dir: Path) -> int:
-    """Bytes of the weights that reached the server, broken uploads included."""
-    return hub.received[sha256((run_dir / "head" / WEIGHTS).read_bytes()).hexdigest()]
-
-
-def test_a_broken_connection_is_the_clients_to_mend(hub: HubServer, run_dir: Path) -> None:
-    hub.faults.append(Fault(10_000, "cut"))
-    upload(run_dir)
-    assert len(hub.repos[REPO].commits) == 2, "one commit after the initial one"
-    assert received(hub, run_dir) == 10_000 + size_of(run_dir)
-
-
-def test_what_arrived_is_not_sent_again(hub: HubServer, run_dir: Path) -> None:
-    hub.faults.append(Fault(10_000, "refuse"))
+    hub.refuse_after = 10_000
     expected = r"Error while uploading 'medusa_lm_head.safetensors'.*Run the same command again"
     with pytest.raises(InputError, match=expected) as refused:
         upload(run_dir)
     assert "signature" not in str(refused.value)
     assert len(hub.repos[REPO].commits) == 1, "nothing is visible"
-    picture = sha256((run_dir / "acceptance.png").read_bytes()).hexdigest()
-    assert hub.received[picture] == len((run_dir / "acceptance.png").read_bytes())
-    upload(run_dir)
-    assert hub.received[picture] == len((run_dir / "acceptance.png").read_bytes())
-    assert received(hub, run_dir) == 10_000 + size_of(run_dir)
-    assert len(hub.repos[REPO].commits) == 2
-
-
-def test_large_files_come_in_parts(hub: HubServer, run_dir: Path) -> None:
-    hub.part_size = 10_000
-    upload(run_dir)
-    assert sorted(part for _, part in hub.parts) == [1, 2, 3]
-    files = hub.repos[REPO].files("main") or {}
-    assert files[WEIGHTS] == (run_dir / "head" / WEIGHTS).read_bytes()
-
-
-def test_pushing_the_same_again_changes_nothing(hub: HubServer, run_dir: Path) -> None:
-    upload(run_dir)
-    upload(run_dir)
-    assert len(hub.repos[REPO].commits) == 2
-    assert received(hub, run_dir) == size_of(run_dir)
+    assert received() == [10_000, len(picture)]
+    for _ in range(2):
+        upload(run_dir)
+        assert received() == [10_000 + len(weights), len(picture)]
+        assert len(hub.repos[REPO].commits) == 2, "one commit after the initial one"
 
 
 def test_files_of_an_earlier_head_go_with_the_same_commit(hub: HubServer, run_dir: Path) -> None:
@@ -561,23 +448,6 @@ def test_files_of_an_earlier_head_go_with_the_same_commit(hub: HubServer, run_di
     assert len(repo.commits) == 4
 
 
-def test_a_killed_upload_goes_on_where_it_was(hub: HubServer, run_dir: Path) -> None:
-    hub.faults.append(Fault(10_000, "hold"))
-    first = os.fork()
-    if first == 0:
-        try:
-            upload(run_dir)
-        finally:
-            os._exit(1)
-    assert hub.stalled.wait(60)
-    os.kill(first, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == -signal.SIGKILL
-    assert len(hub.repos[REPO].commits) == 1, "nothing is visible"
-    upload(run_dir)
-    assert received(hub, run_dir) == 10_000 + size_of(run_dir)
-    assert len(hub.repos[REPO].commits) == 2
-
-
 def add_target(hub: HubServer, **facts: object) -> None:
     hub.repos["Qwen/Qwen3-8B"] = Repo(private=False, **facts)  # type: ignore[arg-type]
     hub.repos["Qwen/Qwen3-8B"].commit({})
@@ -587,9 +457,7 @@ def card_of(hub: HubServer) -> str:
     return (hub.repos[REPO].files("main") or {})["README.md"].decode()
 
 
-def test_a_head_of_a_private_target_stays_private_unless_told(
-    hub: HubServer, run_dir: Path
-) -> None:
+def test_a_head_of_a_private_target_stays_private_unless_told(hub, run_dir) -> None:
     add_target(hub)
     hub.repos["Qwen/Qwen3-8B"].private = True
     with pytest.raises(InputError, match=r"private=false: Qwen/Qwen3-8B is a private .*leave priv"):
@@ -631,22 +499,14 @@ def test_the_card_tells_a_gated_targets_terms(hub: HubServer, run_dir: Path) -> 
         ({}, "the card will name no licence"),
     ],
 )
-def test_a_licence_is_suggested_and_never_taken(
-    hub: HubServer,
-    run_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    card: dict[str, str],
-    said: str,
-) -> None:
+def test_a_licence_is_suggested_and_never_taken(hub, run_dir, capsys, card, said) -> None:
     add_target(hub, card=card)
     upload(run_dir)
     assert said in capsys.readouterr().out
     assert "license:" not in card_of(hub)
 
 
-def test_an_unknown_target_is_said_to_be_unknown(
-    hub: HubServer, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_target_is_said_to_be_unknown(hub, run_dir, capsys) -> None:
     upload(run_dir, private=False)
     assert (
         f"Qwen/Qwen3-8B: {hub.url} does not show it to you; it is private to others, or deleted. "

@@ -47,13 +47,8 @@ def make_head(target: Target, seed: int = 0) -> EagleHead:
 
 
 def export(head: EagleHead, engine: ExportFormat, folder: Path) -> None:
-    export_head(
-        head,
-        engine,
-        compute_reference_tensors(head, head.target, num_rows=4, depth=2),
-        folder,
-        PROVENANCE,
-    )
+    values = compute_reference_tensors(head, head.target, num_rows=4, depth=2)
+    export_head(head, engine, values, folder, PROVENANCE)
 
 
 @pytest.fixture
@@ -164,15 +159,11 @@ def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
         assert "hf download me/toy-eagle3 --include 'llamacpp/*' --local-dir toy-eagle3\n" in card
         assert f"llama-server -m llama.gguf -md toy-eagle3/llamacpp/{name} {serve}" in card
     (tmp_path / name).write_bytes(files[f"{place}{name}"])
-    fetched = load_head(str(tmp_path / name)).state_dict()
-    assert fetched["norm.weight"].equal(
-        make_head(target).half().float().state_dict()["norm.weight"]
-    )
+    fetched, half = load_head(str(tmp_path / name)), make_head(target).half().float()
+    assert fetched.norm.weight.equal(half.norm.weight)
 
 
-def test_the_card_has_no_line_with_which_the_engine_would_crash(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_the_card_has_no_line_with_which_the_engine_would_crash(hub, tmp_path) -> None:
     head = make_head(random_target("qwen2", num_hidden_layers=6))
     head.save(tmp_path / "head", dict(PROVENANCE))
     exports = [tmp_path / engine for engine in ("vllm", "llamacpp")]
@@ -184,9 +175,7 @@ def test_the_card_has_no_line_with_which_the_engine_would_crash(
     assert "vllm serve" in card and "llama-server -m" not in card
 
 
-def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(
-    target: Target, hub: HubServer, run_dir: Path
-) -> None:
+def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(target, hub, run_dir) -> None:
     export(make_head(target), ExportFormat.llamacpp, run_dir / "gguf")
     pushed(run_dir, head=HeadRef(path=str(run_dir / "gguf")), exports=[])
     assert set(hub.repos[REPO].files("main") or {}) == {
@@ -205,9 +194,7 @@ def test_a_dry_run_writes_a_folder_for_each_repository(run_dir: Path, tmp_path: 
     assert (tmp_path / "out" / "toy-eagle3-vllm" / PARITY).is_file()
 
 
-def test_an_export_that_no_longer_computes_the_head_stays_at_home(
-    hub: HubServer, run_dir: Path
-) -> None:
+def test_an_export_that_no_longer_computes_the_head_stays_at_home(hub, run_dir) -> None:
     config = run_dir / "vllm" / "config.json"
     changed = json.loads(config.read_text()) | {"rms_norm_eps": 0.1}
     config.write_text(json.dumps(changed))
@@ -216,18 +203,14 @@ def test_an_export_that_no_longer_computes_the_head_stays_at_home(
     assert not hub.repos
 
 
-def test_an_export_of_another_head_is_refused(
-    target: Target, hub: HubServer, run_dir: Path
-) -> None:
+def test_an_export_of_another_head_is_refused(target, hub, run_dir) -> None:
     export(make_head(target, seed=1), ExportFormat.sglang, run_dir / "sglang")
     with pytest.raises(InputError, match=r"sglang: its [\w.]+ differs from that of head\.path"):
         pushed(run_dir)
     assert not hub.repos
 
 
-def test_exports_in_bfloat16_are_of_the_same_head(
-    target: Target, run_dir: Path, tmp_path: Path
-) -> None:
+def test_exports_in_bfloat16_are_of_the_same_head(target, run_dir, tmp_path) -> None:
     export(make_head(target).to(torch.bfloat16), ExportFormat.vllm, run_dir / "vllm")
     pushed(run_dir, dry_run=True, out_dir=str(tmp_path / "out"))
     weights = load_file(tmp_path / "out" / "vllm" / "model.safetensors")
@@ -257,13 +240,7 @@ def test_copies_of_a_gated_targets_weights_are_told(hub: HubServer, tmp_path: Pa
     )
     head.save(tmp_path / "head")
     export(head.eval(), ExportFormat.original, tmp_path / "original")
-    push.main(
-        PushRun(
-            head=HeadRef(path=str(tmp_path / "head")),
-            repo_id=REPO,
-            exports=[str(tmp_path / "original")],
-        )
-    )
+    pushed(tmp_path, base_model=None, exports=[str(tmp_path / "original")])
     assert (
         "[me/gated](https://huggingface.co/me/gated) is gated: users agree to its terms "
         "before they download it, and the terms apply to this head to the extent that it was made "

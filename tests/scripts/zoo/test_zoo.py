@@ -36,24 +36,13 @@ from scripts.zoo.tiny_targets import (
 )
 
 LOSSLESS = ("loads", "check", "chain", "tree", "batch")
-SERVED = {
-    "llama": "dense, grouped queries",
-    "deepseek_v3": "multi-head latent attention, grouped experts",
-    "qwen3_moe": "experts",
-    "gemma3": "windows and full attention, inside a vision wrapper",
-    "falcon": "one head of keys and values, parallel blocks",
-    "gpt2": "learnt positions, biases",
-    "gpt_oss": "sinks",
-    "phi3": "LongRoPE across its switch",
-    "gemma4_text": "heads sized by layer, shared keys",
-    "gemma3n_text": "several streams, shared keys",
-    "llama4": "chunks, inside a vision wrapper",
-    "qwen3_5": "gated delta rule, inside a wrapper",
-    "lfm2": "short convolutions",
-    "mamba2": "Mamba-2 alone",
-    "jamba": "Mamba, attention, experts",
-    "nemotron_h": "Mamba-2, attention or experts",
-}
+SERVED = (
+    "llama", "deepseek_v3", "qwen3_moe", "gemma3", "falcon", "gpt2", "gpt_oss", "phi3",
+    "gemma4_text", "gemma3n_text", "llama4", "qwen3_5", "lfm2", "mamba2", "jamba", "nemotron_h",
+)  # fmt: skip
+"""Grouped queries, latent attention, experts, windows, one head of keys, biases, sinks, LongRoPE,
+shared keys, several streams, chunks, the delta rule, convolutions, Mamba-2, and mixtures of these.
+"""
 REFUSED = {
     "minimax": r"check: refused.*cache of its own",
     "recurrent_gemma": r"check: refused.*outside the cache",
@@ -232,9 +221,7 @@ def test_states_of_what_was_found() -> None:
 # --- The command, in a process for each target.
 
 assert commands.FORKS  # the server of processes that tests share, begun as it wants to be
-ALL = dict.fromkeys(
-    ("loads", "check", "chain", "tree", "batch", "medusa", "eagle", "replay"), "yes"
-)  # fmt: skip
+ALL = dict.fromkeys(checks.COLUMNS, YES)
 MADE = {"class": "LlamaForCausalLM", "layers": "4", "by_hand": {}}
 ROWS = {
     "llama": {
