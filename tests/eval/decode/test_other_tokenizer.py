@@ -125,18 +125,6 @@ def test_a_model_that_says_the_same_is_accepted(models_by_tokenizer, name: str) 
     assert sum(step.num_emitted for step in steps) > 4.5 * len(steps)
 
 
-@pytest.mark.parametrize(("mine", "its"), [("bytes", "wordy"), ("wordy", "bytes")])
-def test_texts_are_the_targets_alone_and_in_a_batch(models_by_tokenizer, mine, its) -> None:
-    target, draft = models_by_tokenizer[mine], models_by_tokenizer[its]
-    drafter = Checked(draft, target.tokenizer, 4, window=10)
-    together = decode_batch(target, drafter, prompts(target), 60)
-    for prompt, found in zip(prompts(target), together, strict=True):
-        alone = decode(target, CrossTokenizerDrafter(draft, target.tokenizer, 4, 10), prompt, 60)
-        assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
-        assert found.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
-    assert sum(step.num_accepted for text in together for step in text.steps) > 20
-
-
 @pytest.mark.parametrize(
     ("its", "sampling"), [("wordy", Sampling()), ("bytes", Sampling(1.0, top_k=1))]
 )

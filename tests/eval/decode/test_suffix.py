@@ -1,20 +1,16 @@
 import random
-import time
 from collections import Counter
-from statistics import median
 
 import pytest
 import torch
 from drafters import seen
 from pytest import approx
-from toys import eagle_head, endless_target, texts
+from toys import endless_target
 
-from conf.settings.eagle import EagleForm
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
-from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
+from eval.decode.engine import Request, decode_many
 from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
-from heads.decoding.tree import DynamicShape, Tree
-from heads.eagle.network import EagleDrafter
+from heads.decoding.tree import Tree
 
 
 def suffix(max_ngram: int = 24, *limits) -> SuffixDrafter:
@@ -137,29 +133,6 @@ def test_texts_of_a_batch_copy_from_each_other() -> None:
     assert draft.draft_probs is None
 
 
-def test_texts_that_find_less_are_filled_up() -> None:
-    drafter = suffix()
-    drafter.observe(seen([[1, 2, 3, 4, 1], [7, 8], [6]], read=False))
-    draft = drafter.propose(Roots.from_ids([2, 7, 5]))
-    assert draft.tokens.tolist() == [[3, 4], [8, PAD], [PAD, PAD]]
-
-
-@pytest.mark.parametrize("num_ids", [1, 3, 200])
-def test_a_step_does_not_search_a_long_text(num_ids: int) -> None:
-    luck = random.Random(0)
-    seconds = []
-    for length in (256, 8192):
-        one = suffix()
-        one.observe(seen([luck.choices(range(num_ids), k=length)], read=False))
-        steps = []
-        for _ in range(200):
-            started = time.perf_counter()
-            one.draft_chains([luck.randrange(num_ids)])
-            steps.append(time.perf_counter() - started)
-        seconds.append(median(steps))
-    assert seconds[1] < 8 * seconds[0]
-
-
 FORK = Tree.from_paths([[0], [1], [0, 0]])
 
 
@@ -245,23 +218,6 @@ def test_a_batch_has_chains_beside_trees() -> None:
     assert drafter.means == [approx(1.0), 1.0]
 
 
-def test_a_batch_gives_the_targets_texts_by_both() -> None:
-    target = endless_target(num_hidden_layers=4)
-    long = texts(target, 1, 40)[0]
-    prompts = [long[:4], long[4:] + long[:4], [61, 23, 77]]
-    expected = [decode(target, NoDraft(), prompt, 40).token_ids for prompt in prompts]
-    drafter = HybridDrafter(
-        EagleDrafter(eagle_head(target, EagleForm.eagle3), DynamicShape(3, 3, 8)), suffix(), 1.5
-    )
-    chosen: list[list[bool]] = []
-    watch(drafter, chosen)
-    found = decode_batch(target, drafter, prompts, 40)
-    assert [one.token_ids for one in found] == expected
-    assert any(len(set(row)) > 1 for row in chosen)  # steps of both at once
-    assert any(all(row) for row in chosen)  # and without the head
-    assert any(not any(row) for row in chosen)
-
-
 def test_a_hybrid_copies_from_its_own_text() -> None:
     """Two texts that repeat themselves, the second in the place of one of others."""
     requests = [Request([5, 6, 7, 5]), Request([9, 8]), Request([11, 12, 13, 14] * 3)]
@@ -273,15 +229,3 @@ def test_a_hybrid_copies_from_its_own_text() -> None:
 
     decode_many(endless_target(), make, requests, 6, 2)
     assert [11, 12, 13, 14] * 3 in [text.tokens[:12] for text in made[0].suffix.texts]
-
-
-def watch(drafter: HybridDrafter, chosen: list[list[bool]]) -> None:
-    """Notes who drafted in each step."""
-    propose = drafter.propose
-
-    def watched(roots: Roots) -> Draft:
-        draft = propose(roots)
-        chosen.append(drafter.copied)
-        return draft
-
-    drafter.propose = watched
