@@ -40,14 +40,9 @@ def drafted(drafter: PromptLookup | NgramModel, text: list[int]) -> list[int]:
     [
         ((3, 3, 1), [1, 2, 3, 9, 8, 7, 1, 2, 3], [9, 8, 7]),
         ((10, 3, 1), [1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),  # up to the root, not beyond
-        ((2, 1, 1), [1, 5, 1, 6, 1], [5, 1]),  # the first place
         ((1, 2, 1), [2, 7, 1, 2, 8, 1, 2], [8]),  # a longer run before an earlier place
-        ((1, 1, 1), [2, 7, 1, 2, 8, 1, 2], [7]),
-        ((5, 3, 1), [5, 6, 7, 5], [6, 7, 5]),
         ((5, 3, 2), [5, 6, 7, 5], []),
-        ((5, 3, 1), [1, 2, 3, 4], []),
         ((5, 2, 1), [4, 4, 4], [4]),  # a run may overlap the one that it copies
-        ((5, 9, 1), [4], []),
     ],
 )
 def test_prompt_lookup_copies_what_followed(
