@@ -19,7 +19,7 @@ from toys import accept, tree_of
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eval.decode.verification import AcceptedPaths
-from heads.decoding.drafting import PAD, Draft, TreeLayout, build_tree_layout
+from heads.decoding.drafting import PAD, Draft, build_tree_layout
 from heads.decoding.sampling import GREEDY, Generators, Sampling, Typical
 from heads.decoding.tree import Tree, make_static_tree
 
@@ -125,17 +125,6 @@ SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(
 """Any tree of up to six drafted nodes."""
 
 
-def test_trees_and_parents_that_differ_have_their_layouts() -> None:
-    parents = random_parents(9)
-    trees = [tree_of(tuple(p)) for p in parents.tolist()]
-    found = TreeLayout.from_parents(parents, depth=max(tree.depth for tree in trees))
-    for row, tree in enumerate(trees):
-        of_one = TreeLayout(found.parents[[row]], found.mask[[row]], found.depths[[row]])
-        assert_layout(of_one, tree)
-    for tree in (*trees, *map(Tree.make_chain, (0, 1, 5))):
-        assert_layout(build_tree_layout(tree, parents.device), tree)
-
-
 def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_after_it() -> None:
     tree, device = Tree.from_paths([[1], [0], [1, 2]]), torch.device("cpu")
     captured = build_tree_layout(tree, device)
@@ -144,13 +133,6 @@ def test_the_layout_that_a_graph_has_captured_stays_however_many_trees_come_afte
     again = build_tree_layout(Tree.from_paths([[1], [0], [1, 2]]), device)
     for one, other in zip(vars(captured).values(), vars(again).values(), strict=True):
         assert one.data_ptr() == other.data_ptr()
-
-
-def assert_layout(layout: TreeLayout, tree: Tree) -> None:
-    assert layout.parents.tolist() == [[0, *tree.parents[1:]]]
-    assert layout.mask.tolist() == [tree.build_mask().tolist()]
-    assert layout.depths.tolist() == [list(tree.depths)]
-    assert layout.parents.dtype == layout.depths.dtype == torch.int64
 
 
 def random_draft(sampled: bool, tree: Tree | Tensor) -> tuple[Draft, Tensor, Tensor]:
