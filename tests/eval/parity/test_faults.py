@@ -363,7 +363,6 @@ LAUNCH, FILE = "eagle3_layers_to_capture: ", "eagle3-toy-F32.gguf"
 VLLM, TRTLLM, LLAMACPP = ("eagle3", "vllm"), ("eagle3", "trtllm"), ("eagle3", "llamacpp")
 BROKEN_FOLDERS: list[tuple[tuple[str, str], Any, str]] = [
     (VLLM, lambda f: (f / "pytorch_model.bin").touch(), "pickled files"),
-    (VLLM, lambda f: (f / "last.ckpt").touch(), "pickled files"),
     (VLLM, lambda f: shutil.copy(f / WEIGHTS, f / "more.safetensors"), "exactly one"),
     (VLLM, lambda f: shutil.copy(f / GOLDEN, f / "parity.safetensors"), "exactly one"),
     (VLLM, lambda f: shutil.rmtree(f / "parity"), "cannot be checked"),
