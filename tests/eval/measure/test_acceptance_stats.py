@@ -16,7 +16,6 @@ from eval.measure.acceptance_stats import (
     compute_mean_acceptance_length,
     compute_per_position,
     compute_tau_interval,
-    count_accepted_histogram,
     count_dialogues,
     format_interval,
     format_length_bucket,
@@ -205,11 +204,6 @@ def test_texts_of_one_token_have_no_pass() -> None:
     nothing = dict.fromkeys(("pooled", "turns", "dialogues"))
     assert lengths_of([text(0, [], [], [])])["drafts"] == nothing
     assert lengths_of([text(0, [0], [1], [0])])["drafts"] == nothing  # nothing drafted
-
-
-def test_accepted_lengths_are_counted_without_bonus_tokens() -> None:
-    assert count_accepted_histogram(TEXTS, 3) == [2, 2, 2, 0]
-    assert count_accepted_histogram([], 1) == [0, 0]
 
 
 @pytest.mark.parametrize(
