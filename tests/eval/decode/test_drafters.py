@@ -93,7 +93,7 @@ def test_a_seed_gives_one_text_alone_and_in_anothers_place(name: str, target: Ta
     assert len({len(text.token_ids) for text in own}) > 1
 
 
-@pytest.mark.parametrize("name", [*sorted(DRAWN), "medusa tree", "lookahead"])
+@pytest.mark.parametrize("name", [*sorted(DRAWN), "medusa tree", "eagle tree"])
 def test_sampled_texts_have_the_distribution_of_the_target(name: str) -> None:
     target, how, draws = small_target(), Sampling(3.0, top_k=4), 800
     seeds = range(draws)
