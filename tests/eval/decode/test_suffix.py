@@ -86,21 +86,6 @@ def continued(text: list[int], run: list[int], max_ngram: int, most: int, min_pr
     return tokens, score
 
 
-def test_reading_on_equals_reading_all_at_once() -> None:
-    luck = random.Random(1)
-    text = luck.choices(range(4), k=60)
-    one = suffix()
-    one.observe(seen([text[:9]], read=False))
-    place = 9
-    while place < 50:
-        # Nothing is found among the answers that is not found in the text.
-        draft = one.draft_chains([text[place]])[0]
-        assert draft[1] >= drafted(suffix(), text[: place + 1])[1]
-        kept = luck.randint(1, 4)
-        one.observe(seen([text[place : place + kept]]))
-        place += kept
-
-
 def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
     answers = SuffixTree(24)
     first = SuffixDrafter(answers)

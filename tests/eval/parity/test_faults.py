@@ -198,17 +198,14 @@ FAULTS: dict[tuple[str, str], list[tuple[str, list[Fault]]]] = {
         ("mask_token_id is absent", [key(BLOCK, "mask_token_id")]),
         ("needs 3, as it was trained", [key(BLOCK, "mask_token_id", to=4)]),
         (r"has shape \[4, 5, 96\]; must be \[3", [key("block_size", to=4)]),
-        ("spellings of RoPE", [key("rope_parameters", "rope_theta", to=1e6)]),
         ("the target's 256 or more", [key("max_position_embeddings", to=128)]),
         ("layer_types is absent", [key("layer_types")]),
         ("DFlashDraftModel", [key("architectures", to=["LlamaForCausalLM"])]),
     ],
-    ("dflash", "sglang"): [(r"norm.weight is \[63\]", [tensor("norm.weight", lambda t: t[:-1])])],
     ("dflash, causal in a window", "vllm"): [
         (LOGITS, [key("sliding_window", to=2)]),
         ("sliding_window is absent", [key("sliding_window")]),
     ],
-    ("dflash, reduced", "vllm"): [("d2t leads to", [tensor("d2t", absolute)])],
     ("dflash", "speculators"): [
         ("sample_from_anchor is absent", [key("sample_from_anchor")]),
         ("needs False", [key("sample_from_anchor", to=True)]),
