@@ -25,7 +25,7 @@ from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft
 from heads.blocks.block_head import BlockDrafter
 from heads.decoding.cache import TreeCache
-from heads.decoding.drafting import CommittedTokens, Drafter
+from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.eagle.eagle import EagleHead
@@ -89,24 +89,39 @@ def seen(token_ids: list[list[int]], read: bool = True) -> CommittedTokens:
     return CommittedTokens(token_ids, output, cache, logits=logits)
 
 
-def text_probs(
-    target: Target, prompt: list[int], how: Sampling, num_tokens: int
-) -> dict[tuple[int, ...], float]:
-    """Probabilities of all first tokens that a target may say, by its model's own passes."""
-    found = {(): 1.0}
-    for _ in range(num_tokens):
-        found = {
-            (*said, token): share * float(probs[token])
-            for said, share in found.items()
-            for probs in [next_probs(target, [*prompt, *said], how)]
-            for token in probs.nonzero().flatten().tolist()
-        }
+def draft_paths(draft: Draft) -> list[list[tuple[int, ...]]]:
+    """Per text its nodes that are there as the path to each, in their order."""
+    layout, num_texts = draft.build_layout(), len(draft.tokens)
+    parents = layout.parents.expand(num_texts, -1)[:, 1:].tolist()
+    depths = layout.depths.expand(num_texts, -1).tolist()
+    found = []
+    for tokens, above, depth in zip(draft.tokens.tolist(), parents, depths, strict=True):
+        nodes: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, above, strict=True):
+            nodes.append((*nodes[parent], token))
+        assert [len(node) for node in nodes] == depth
+        found.append([node for node in nodes[1:] if PAD not in node])
     return found
 
 
 def next_probs(target: Target, ids: list[int], how: Sampling) -> torch.Tensor:
     """[V] after `ids`, by the model's own pass."""
     return how.compute_probabilities(target.model(torch.tensor([ids])).logits[:, -1])[0]
+
+
+def text_probs(
+    target: Target, prompt: list[int], how: Sampling, num_tokens: int, score: Any = next_probs
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of all first tokens that a target may say, by the model's own passes."""
+    found = {(): 1.0}
+    for _ in range(num_tokens):
+        found = {
+            (*said, token): share * float(probs[token])
+            for said, share in found.items()
+            for probs in [score(target, [*prompt, *said], how)]
+            for token in probs.nonzero().flatten().tolist()
+        }
+    return found
 
 
 def fits(counts: torch.Tensor, probs: torch.Tensor) -> bool:

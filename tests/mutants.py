@@ -18,13 +18,12 @@ SOURCES = ("conf", "data", "heads", "eval", "train", "scripts")
 TESTS = {
     "train/batch/data_loader.py": "train/batch/test_data_loader train/loop/test_loop",
     "train/parallel/optimizers.py": "train/parallel/test_optimizers",
-    "eval/measure/acceptance_stats.py": "eval/measure/test_acceptance_stats "
-    "eval/measure/test_lengths",
+    "eval/measure/acceptance_stats.py": "eval/measure/test_acceptance_stats",
     "eval/measure/results.py": "eval/measure/test_results",
     "eval/compare/acceptance_files.py": "eval/compare/test_acceptance_files",
     "eval/measure/replay.py": "eval/decode/test_engine",
-    "heads/decoding/sampling.py": "heads/decoding/test_sampling eval/decode/test_accept_rules",
-    "eval/decode/verification.py": "eval/decode/test_accept_rules",
+    "heads/decoding/sampling.py": "heads/decoding/test_sampling eval/decode/test_verification",
+    "eval/decode/verification.py": "eval/decode/test_verification",
     "eval/compare/timing.py": "eval/compare/test_timing",
     "eval/compare/speedup_stats.py": "eval/compare/test_speedup_stats",
     "train/loss/divergences.py": "train/loss/test_fused_linear train/test_eagle",
@@ -40,7 +39,7 @@ TESTS = {
     "data/templates/test_encoder_edges",
     "train/parallel/checkpoint.py": "train/parallel/test_checkpoint",
     "train/loop/loop.py": "train/loop/test_non_finite",
-    "eval/decode/engine.py": "eval/decode/test_engine eval/decode/test_verification "
+    "eval/decode/engine.py": "eval/decode/test_engine eval/decode/test_drafters "
     "eval/compare/test_timing eval/decode/test_many",
 }
 SURVIVED = (None, 0, 5, 33)  # not tried; no test failed; no test was found

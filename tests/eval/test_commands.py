@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from conf.command.jsonl_store import JsonlStore
 from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import DraftModelConfig, DynamicTreeConfig, HeadRef
+from conf.settings.drafting import DraftModelConfig, HeadRef
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode, ServeRun, SpeedupRun, TreeSearchRun
 from conf.settings.target import TargetConfig
@@ -50,7 +49,7 @@ def eagles(tmp_path_factory) -> dict:
     eagle_head(target, EagleForm.eagle3, 150, num_updates=40).save(folder / "eagle3")
     rows = [{"category": c, "turns": [f"hello {c}, how are you?"]} for c in ("math", "writing")]
     prompts = write_rows(folder / "prompts.jsonl", rows)
-    return {"target": path, "data": str(prompts), "head": "", "folder": folder}
+    return {"target": path, "data": str(prompts), "head": str(folder / "eagle3")}
 
 
 def made(folder: Path, family: str) -> dict:
@@ -81,10 +80,6 @@ def measured(setting: dict, out_dir: Path, **changes: Any) -> dict:
     assert (out_dir / "acceptance.png").is_file()
     assert (out_dir / "golden.yaml").is_file()
     return json.loads((out_dir / "acceptance.json").read_text())
-
-
-def with_eagle(eagles: dict, name: str) -> dict:
-    return {**eagles, "head": str(eagles["folder"] / name)}
 
 
 def figures(result: dict, tree: str) -> list:
@@ -124,8 +119,7 @@ def test_replay_and_decoding_agree_to_the_last_digit(setting, tmp_path, capsys) 
 
 
 def test_so_they_do_for_eagle_heads(eagles, tmp_path) -> None:
-    own = with_eagle(eagles, "eagle3")
-    replayed, decoded = (measured(own, tmp_path / m.value, mode=m, depth=3) for m in Mode)
+    replayed, decoded = (measured(eagles, tmp_path / m.value, mode=m, depth=3) for m in Mode)
     assert figures(replayed, "dynamic_tree") == figures(decoded, "dynamic_tree")
     assert len(replayed["alpha"]) == len(replayed["agreement"]) == 3
     assert replayed["tree"] == {"depth": 2, "top_k": 4, "num_tokens": 5}
@@ -185,10 +179,10 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
 
 def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path) -> None:
     changes = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "depth": 3}
-    result = measured(with_eagle(eagles, "eagle3"), tmp_path, mode=Mode.decode, **changes)
+    result = measured(eagles, tmp_path, mode=Mode.decode, **changes)
     assert (result["temperature"], result["top_p"], result["top_k"]) == (0.8, 0.9, 20)
     target = load_target(TargetConfig(path=eagles["target"]), torch.device("cpu"))
-    head = load_head(str(eagles["folder"] / "eagle3")).attach(target).eval()
+    head = load_head(eagles["head"]).attach(target).eval()
     steps = []
     for prompt in render_first_turns(
         load_records(eagles["data"]).records, RecordEncoder(target.tokenizer)
@@ -198,21 +192,6 @@ def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path) -> None:
         found = decode(target, drafter, prompt.token_ids, 24, warm, seed)
         steps.append(PromptSteps("", found.steps))
     assert result["tau"] == tau(steps) > 1.0
-
-
-def test_speedup_runs_eagles_methods_and_is_lossless(eagles, tmp_path) -> None:
-    own = settings(with_eagle(eagles, "eagle3"), tmp_path)
-    tree = DynamicTreeConfig(depth=3, top_k=2, num_tokens=5)
-    methods = ["eagle_chain", "eagle_tree"]
-    run = SpeedupRun(**own, num_repeats=1, num_warmups=0, dynamic_tree=tree, methods=methods)
-    speedup.main(run)
-    result = json.loads((tmp_path / "speedup.json").read_text())
-    assert list(result["methods"]) == ["vanilla", "generate", "eagle_chain", "eagle_tree"]
-    assert result["lossless"] == {"num_prompts": 2, "num_equal": 2, "first_divergences": []}
-    assert result["tree"] == {"depth": 3, "top_k": 2, "num_tokens": 5}
-    run = replace(run, temperature=1.0, out_dir=str(tmp_path / "sampled"))
-    speedup.main(run)
-    assert json.loads((tmp_path / "sampled/speedup.json").read_text())["lossless"] is None
 
 
 # One head under several conditions, in one table.
@@ -307,12 +286,6 @@ def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
     both = build_conditions_table({"a": result(parts), "b": result({})})
     assert [column.header for column in both.columns][-2:] == ["thinking", "answer"]
     assert [list(column.cells) for column in both.columns][-2:] == [["4.00", "-"], ["1.50", "-"]]
-
-
-def test_a_condition_is_read_from_the_command_line(tmp_path: Path) -> None:
-    words = 'conditions=["mode=decode temperature=1","data.path=a.jsonl"]'
-    composed = acceptance.COMMAND.compose_settings([words])
-    assert list(composed.conditions) == ["mode=decode temperature=1", "data.path=a.jsonl"]
 
 
 # A measurement that was killed goes on; one of something else does not.
@@ -438,7 +411,7 @@ def test_bad_settings_are_named(setting, eagles, tmp_path, command, changes, mes
     own = settings(setting, tmp_path / "o")
     if changes.get("head") == "eagle3":
         own = settings(eagles, tmp_path / "o")
-        head = HeadRef(str(eagles["folder"] / "eagle3"), layers=changes.get("layers"))
+        head = HeadRef(eagles["head"], layers=changes.get("layers"))
         changes = {"head": head, **{name: changes[name] for name in changes.keys() & {"tree"}}}
     with pytest.raises(InputError, match=message):
         MAINS[command].main(command(**{**own, **changes}))

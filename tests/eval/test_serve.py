@@ -136,10 +136,13 @@ def test_a_server_that_drafts_what_the_head_does_agrees(
     assert "3 of 3 texts have the counts of the replay" in " ".join(capsys.readouterr().out.split())
 
 
-def test_later_turns_follow_the_servers_own_answers(setting, tmp_path: Path) -> None:
+def test_later_turns_follow_the_servers_own_answers_which_no_later_pass_remembers(
+    setting, tmp_path: Path
+) -> None:
     one = DataConfig(path=setting["data"], num_prompts=1)
+    timed = {"concurrency": [1], "num_repeats": 2, "num_turns": 2}
     with serving("vllm", setting["answers"]) as server:
-        result = measured(setting, server, tmp_path, num_turns=2, data=one)
+        result = measured(setting, server, tmp_path, data=one, **timed)
     assert [row["turn"] for row in result["prompts"]] == [1, 2]
     asked = [tuple(b["prompt"]) for b in server.bodies if b.get("max_tokens") == NUM_TOKENS]
     first, second = sorted({*asked}, key=len)
@@ -148,6 +151,11 @@ def test_later_turns_follow_the_servers_own_answers(setting, tmp_path: Path) -> 
     question = f"hello {WORDS[0]}, how are you?"
     messages = [("user", question), ("assistant", said), ("user", "and now?")]
     assert list(second) == rendered([{"role": r, "content": text} for r, text in messages])
+    salts = [body["cache_salt"] for body in server.bodies if "cache_salt" in body]
+    # A warm-up over one prompt, then two passes over a dialogue of two turns.
+    assert len(salts) == 5
+    assert (salts[1], salts[3]) == (salts[2], salts[4])
+    assert len({*salts}) == 3
 
 
 def wrong(change: Callable[[list[int], list[int]], object], answers: Answers) -> Answers:
@@ -294,17 +302,6 @@ def test_the_next_push_asks_for_the_hub_id_of_a_target_in_a_folder(
     script, push = pasted(capsys.readouterr().out)
     assert (script, push.head.path) == ("scripts/push.py", setting["head"])
     assert (push.base_model, push.dry_run) == ("owner/name", True)
-
-
-def test_vllm_remembers_nothing_from_one_pass_to_the_next(setting, tmp_path: Path) -> None:
-    one = DataConfig(path=setting["data"], num_prompts=1)
-    with serving("vllm", setting["answers"]) as server:
-        measured(setting, server, tmp_path, concurrency=[1], num_repeats=2, num_turns=2, data=one)
-    salts = [body["cache_salt"] for body in server.bodies if "cache_salt" in body]
-    # A warm-up over one prompt, then two passes over a dialogue of two turns.
-    assert len(salts) == 5
-    assert (salts[1], salts[3]) == (salts[2], salts[4])
-    assert len({*salts}) == 3
 
 
 def test_drawn_texts_are_timed_and_not_compared(setting, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from eval.decode.engine import decode
 from eval.measure.measured_head import MeasuredHead, store_shape
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
-from eval.tree_search import Candidate, ShapeCosts
+from eval.tree_search import ShapeCosts
 from eval.tune import batch_size_advice as advice
 from eval.tune import step_costs as cost
 from eval.tune.step_costs import CostCurve
@@ -60,10 +60,7 @@ def test_values_by_hand() -> None:
     texts = StaticTreeReplay([RESPONSE, [7, 4]], [RANKED, [[[4, 1, 2], [4, 4, 4]], PAD]])
     # Four places: three of the first text, one of the second, followed by 4: rank 0.
     assert compute_node_values(texts) == {(1,): 2 / 4, (1, 0): 1 / 4, (0,): 1 / 4}
-
-
-def test_a_text_of_one_token_has_no_values() -> None:
-    assert compute_node_values(StaticTreeReplay([[1]], [[PAD]])) == {}
+    assert compute_node_values(StaticTreeReplay([[1]], [[PAD]])) == {}  # a text of one token
 
 
 def text_statistics(seed: int) -> dict[tuple[int, ...], float]:
@@ -92,11 +89,6 @@ def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
         assert tree.num_nodes - 1 == size
         assert tree.depth <= depth
         assert all(path[:-1] in ((), *paths) for path in paths)
-
-
-def test_a_described_tree_is_that_tree() -> None:
-    tree = Tree.from_paths([[2], [0], [2, 1], [0, 3], [2, 1, 0]])
-    assert Tree.from_paths(tree_search.describe_shape(tree)["tree"]) == tree
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +225,6 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
     assert max(shape.depth for shape in found) == 1
 
 
-def test_the_usual_shape_is_found_where_nothing_is_better() -> None:
-    texts = StaticTreeReplay([[1, 4, 5]], [[[[4, 0], [5, 0]]] * 3])
-    usual = Candidate.from_replay(Tree.make_chain(2), texts, ShapeCosts(FREE, {}))
-    assert (usual.tau, usual.speedup, usual.step_s) == (2.0, 2.0, 1.0)
-
-
 @pytest.fixture(autouse=True)
 def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
@@ -326,28 +312,20 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
         (1.0, 1.5, [[1]], 8, "No shape is better than the default: "),
         (0.9, 1.5, [[0]], 8, "The found shape is no faster than the default, keep that: "),
         (1.2, 1.5, [[0]], 8, "The found shape is faster than the default: "),
-        (
-            1.2,
-            1.8,
-            [[0]],
-            7,
-            "The clock was disturbed, as a step with drafts takes no less than one without: ",
-        ),
+        (1.2, 1.8, [[0]], 7,
+         "The clock was disturbed, as a step with drafts takes no less than one without: "),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_follows_the_figures(gain, speedup, found, dialogues, sentence) -> None:
-    rows = {
+    ways = {f"{way}_speedup": speedup for way in ("measured", "simulated")}
+    result = {
         "default": {"tree": [[1]]},
-        "found": {"tree": found, "measured_speedup": speedup, "simulated_speedup": speedup},
-    }
-    rows["found"] |= {"measured_tau": 1.6, "simulated_tau": 1.6}
-    result = {**rows, "measured": {}, "measured_gain": gain, "simulated_gain": gain}
+        "found": {"tree": found, "measured_tau": 1.6, "simulated_tau": 1.6, **ways},
+        "measured": {}, "measured_gain": gain, "simulated_gain": gain,
+    }  # fmt: skip
     figure = f"{gain:.2f} of the default's speed and {speedup:.2f} of plain decoding's"
-    advice = (
-        " at tau 1.60; no shape is written, search again while the machine is idle"
-        if speedup > 1.6
-        else ""
-    )
+    again = " at tau 1.60; no shape is written, search again while the machine is idle"
+    advice = again if speedup > 1.6 else ""
     said = f"{sentence}{figure} (measured, {dialogues} other dialogues){advice}."
     assert tree_search.judge_tree(result, dialogues) == said
     replayed = tree_search.judge_tree(result | {"measured": None}, dialogues)
@@ -370,13 +348,9 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
 
         monkeypatch.setattr(tree_search, name, watched)
 
-    for name, place in (
-        ("replay_target_texts", 0),
-        ("estimate_advice", 0),
-        ("decode_with_shapes", 0),
-        ("measure_advice", 1),
-    ):
-        watch(name, place)
+    for name in ("replay_target_texts", "estimate_advice", "decode_with_shapes"):
+        watch(name, 0)
+    watch("measure_advice", 1)
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
     few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
     assert searched(own, head, tmp_path / "o", **few)["measured_gain"]

@@ -25,7 +25,6 @@ from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.engine import Generation, NoDraft, Request, decode, decode_batch, decode_many
 from eval.measure.prompts import Prompt, check_prompt
 from eval.measure.replay import replay_response
-from heads.decoding.drafting import CommittedTokens
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 from heads.eagle.network import EagleDrafter
@@ -94,7 +93,7 @@ def test_a_seed_gives_one_text_alone_and_in_anothers_place(name: str, target: Ta
     assert len({len(text.token_ids) for text in own}) > 1
 
 
-@pytest.mark.parametrize("name", [*sorted(DRAWN), "medusa tree", "lookahead"])
+@pytest.mark.parametrize("name", [*sorted(DRAWN), "medusa tree", "eagle tree"])
 def test_sampled_texts_have_the_distribution_of_the_target(name: str) -> None:
     target, how, draws = small_target(), Sampling(3.0, top_k=4), 800
     seeds = range(draws)
@@ -112,22 +111,6 @@ def test_sampled_texts_have_the_distribution_of_the_target(name: str) -> None:
 @cache
 def exact(how: Sampling) -> dict[tuple[int, ...], float]:
     return text_probs(small_target(), LEARNT, how, 3)
-
-
-def test_prompts_come_in_parts(monkeypatch) -> None:
-    """Or the states of long prompts would be held all at once."""
-    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
-    widths, drafter = [], EVERY_DRAFTER["eagle tree"](GREEDY, [])
-    observe = drafter.observe
-
-    def watch(seen: CommittedTokens) -> None:
-        states = [seen.output.hidden_states, *seen.output.layers.values()]
-        widths.append({each.shape[1] for each in states})
-        observe(seen)
-
-    monkeypatch.setattr(drafter, "observe", watch)
-    decode_batch(small_target(), drafter, PROMPTS[:3], 2)
-    assert widths[:4] == [{4}, {4}, {4}, {2}]
 
 
 def test_of_long_texts_a_draft_model_keeps_the_last_states_alone(monkeypatch) -> None:

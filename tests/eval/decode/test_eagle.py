@@ -2,13 +2,13 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import draft_paths
 from feature_heads import learnt, prompts, shared_target, texts_of_target
 
-from eval.decode.engine import NoDraft, decode
-from eval.measure.replay import replay_response
+from eval.decode.engine import decode
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.sampling import Sampling
-from heads.decoding.tree import DynamicShape, Tree, make_static_tree
+from heads.decoding.tree import DynamicShape
 from heads.eagle.eagle import EagleHead
 from heads.eagle.network import EagleDrafter
 from heads.layers import branch_attention
@@ -95,18 +95,7 @@ def test_the_tree_is_eagle2s(target, name: str, shape: DynamicShape) -> None:
         if part.start == 0:
             drafter.propose(Roots.from_ids([committed[6]]))
     draft = drafter.propose(Roots.from_ids([committed[-1]]))
-    paths: list[tuple[int, ...]] = [()]
-    for parent, token in zip(draft.tree[0].tolist(), draft.tokens[0].tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    assert set(paths[1:]) == literal_tree(head, committed, shape)
-
-
-def test_a_static_tree_can_be_replayed_too(target) -> None:
-    """Replay of a tree finds at least what replay of its first chain finds."""
-    text = decode(target, NoDraft(), prompts()[0], 60).token_ids
-    chain = replay_response(target, learnt("eagle3"), Tree.make_chain(3), prompts()[0], text)
-    tree = replay_response(target, learnt("eagle3"), make_static_tree(3, 12), prompts()[0], text)
-    assert len(tree) <= len(chain)
+    assert set(draft_paths(draft)[0]) == literal_tree(head, committed, shape)
 
 
 @torch.no_grad()

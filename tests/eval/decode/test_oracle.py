@@ -23,20 +23,6 @@ def right(tree: Tree, tokens: list[int], ahead: list[int]) -> list[list[int]]:
     return found
 
 
-def test_all_right_and_all_wrong() -> None:
-    text = [11, 12, 13, 14, 15]
-    chain = Tree.make_chain(3)
-    always = Oracle([text], chain, 1.0, 96)
-    always.observe(seen([PROMPT], read=False))
-    assert always.propose(Roots.from_ids([11])).tokens.tolist() == [[12, 13, 14]]
-    always.observe(seen([[11]]))
-    assert always.propose(Roots.from_ids([12])).tokens.tolist() == [[13, 14, 15]]
-    never = Oracle([text], chain, 0.0, 96)
-    never.observe(seen([PROMPT], read=False))
-    wrong = never.propose(Roots.from_ids([11])).tokens[0].tolist()
-    assert all(draft != truth for draft, truth in zip(wrong, text[1:], strict=False))
-
-
 @pytest.mark.parametrize("tree", [Tree.make_chain(3), TREE], ids=["chain", "tree"])
 def test_a_child_of_a_right_node_is_right_at_the_rate(tree: Tree) -> None:
     text = [(7 * place) % 90 for place in range(3000)]

@@ -69,23 +69,17 @@ def test_a_first_turn_is_refused_or_left_out(inputs, tmp_path, answered, capsys)
     assert answered == []
 
 
-def test_a_later_turn_without_room_is_refused_before_any_answer(inputs, tmp_path, answered) -> None:
-    turns = [["Hi", "So?"], ["Hi", "x" * 300], ["Ho", "And?"]]
-    with pytest.raises(InputError, match=r"rows.jsonl:2, turn 2: \d+ prompt tokens and max_new_to"):
-        opened(inputs, tmp_path, turns)
-    assert answered == []
-    found = opened(inputs, tmp_path, turns, on_bad_row=OnBadRow.skip)
-    assert places(found) == [(0, 1), (1, 1), (2, 1), (0, 2), (2, 2)]
-    assert len(answered) == 3
-
-
-def test_a_later_turn_without_room_behind_its_answer_is_told_of_early(
-    inputs, tmp_path, answered
+@pytest.mark.parametrize(
+    ("second", "num_before"), [(["Hi", "x" * 300], 0), (["x" * 170, "So?"], 1)]
+)
+def test_a_later_turn_without_room_is_refused_before_any_answer_or_behind_its_own(
+    inputs, tmp_path, answered, second, num_before
 ) -> None:
     """The longest first turn is answered first."""
-    turns = [["Hi", "So?"], ["x" * 170, "So?"], ["Ho", "And?"]]
+    turns = [["Hi", "So?"], second, ["Ho", "And?"]]
     with pytest.raises(InputError, match=r"rows.jsonl:2, turn 2: "):
         opened(inputs, tmp_path, turns)
-    assert len(answered) == 1
+    assert len(answered) == num_before
     found = opened(inputs, tmp_path, turns, on_bad_row=OnBadRow.skip)
     assert places(found) == [(0, 1), (1, 1), (2, 1), (0, 2), (2, 2)]
+    assert len(answered) == num_before + 3

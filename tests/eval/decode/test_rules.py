@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from drafters import EVERY_DRAFTER, fits, small_target
+from drafters import EVERY_DRAFTER, fits, small_target, text_probs
 from toys import random_target, tree_of
 from transformers import GenerationConfig
 
@@ -31,7 +31,8 @@ ASKED = {
     "suppress_tokens": [213, 222],
     "sequence_bias": [[[149], -8.0], [[241, 241], -5.0]],
 }
-
+RULES = {name: {name: value} for name, value in ASKED.items()}
+RULES["all"] = {**ASKED, "begin_suppress_tokens": [8]}
 TREES = ["none", "medusa tree", "eagle tree", "draft tree", "lookahead", "self draft"]
 
 
@@ -59,7 +60,7 @@ def asks(target: Target, **settings: object) -> None:
     ("name", "drafters"),
     [
         (name, TREES if name == "no_repeat_ngram_size" else ["none", "medusa tree"])
-        for name in ASKED
+        for name in RULES
     ],
 )
 def test_generate_and_every_drafter_follow_the_generation_config(
@@ -67,7 +68,7 @@ def test_generate_and_every_drafter_follow_the_generation_config(
 ) -> None:
     """A rule sees nodes and texts, whoever drafted them."""
     plain = [text.token_ids for text in decode_batch(target, NoDraft(), PROMPTS, 24)]
-    asks(target, **{name: ASKED[name]})
+    asks(target, **RULES[name])
     alone = [hf_generate(target, [prompt], 24, GREEDY, 0)[0].token_ids for prompt in PROMPTS]
     assert alone != plain
     for drafter in drafters:
@@ -84,35 +85,22 @@ def test_some_tokens_do_not_begin_a_text(target: Target) -> None:
     assert decode(target, NoDraft(), prompt, 24).token_ids == expected
 
 
-def test_all_of_it_together(target: Target) -> None:
-    asks(target, **ASKED, begin_suppress_tokens=[8])
-    for prompt in PROMPTS:
-        expected = hf_generate(target, [prompt], 24, GREEDY, 0)[0].token_ids
-        assert (
-            decode(target, EVERY_DRAFTER["draft tree"](GREEDY, [1]), prompt, 24).token_ids
-            == expected
-        )
-
-
 def test_sampled_text_has_the_distribution_of_rules_and_min_p(target: Target) -> None:
     asks(target, repetition_penalty=3.0, no_repeat_ngram_size=2)
     how, draws, prompt = Sampling(8.0, top_k=4, min_p=0.05), 1500, PROMPTS[2]
     drafter = EVERY_DRAFTER["draft tree"](how, range(draws))
     drawn = decode_batch(target, drafter, [prompt] * draws, 2, how, range(draws))
     counts = Counter(tuple(text.token_ids) for text in drawn)
-    exact = dict(text_probs(target, prompt, how, 2))
+    exact = text_probs(target, prompt, how, 2, scored_by_generate)
     assert set(counts) <= set(exact)
-    found, probs = [float(counts[text]) for text in exact], list(exact.values())
     assert len(exact) > 8
-    assert fits(torch.tensor(found), torch.tensor(probs))
+    found = torch.tensor([counts[text] for text in exact])
+    assert fits(found, torch.tensor([*exact.values()]))
     assert sum(step.num_accepted for text in drawn for step in text.steps) > draws / 20
 
 
-def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int):
-    """All texts of some tokens after `ids` with their probability, by `generate`'s own scores."""
-    if num_tokens == 0:
-        yield (), 1.0
-        return
+def scored_by_generate(target: Target, ids: list[int], how: Sampling) -> torch.Tensor:
+    """[V] after `ids`, by `generate`'s own scores."""
     settings = GenerationConfig(
         do_sample=True, temperature=how.temperature, top_k=how.top_k, min_p=how.min_p,
         max_new_tokens=1, output_scores=True, return_dict_in_generate=True, pad_token_id=0,
@@ -121,10 +109,7 @@ def text_probs(target: Target, ids: list[int], how: Sampling, num_tokens: int):
     output = target.model.generate(
         row, attention_mask=torch.ones_like(row), generation_config=settings
     )
-    probs = output.scores[0][0].softmax(-1)
-    for token in probs.nonzero().flatten().tolist():
-        for rest, p in text_probs(target, [*ids, token], how, num_tokens - 1):
-            yield (token, *rest), float(probs[token]) * p
+    return output.scores[0][0].softmax(-1)
 
 
 def test_a_node_stands_behind_its_text_and_its_path() -> None:

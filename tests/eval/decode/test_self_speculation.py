@@ -10,7 +10,6 @@ from eval.decode.drafters.self_speculation import ReplayText, SelfDraft, list_sk
 from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
-from heads.decoding.sampling import Sampling
 from heads.decoding.tree import Tree
 from heads.target_model.decoder import find_decoder
 from heads.target_model.model import FeatureLayers, Target
@@ -69,11 +68,6 @@ def kinds(target: Target) -> list[tuple[int, ...]]:
     return [list_skipped_layers(target, 4), (2,), *mixed]
 
 
-def test_early_exit_leaves_out_the_last_layers(target) -> None:
-    assert list_skipped_layers(target, 4) == (4, 5)
-    assert list_skipped_layers(target, NUM_LAYERS) == ()
-
-
 def test_texts_are_the_targets_and_replay_equals_decoding(each) -> None:
     prompts, num_accepted = [PROMPT, PROMPT[:2], [9]], 0
     texts = [decode(each, NoDraft(), prompt, 20).token_ids for prompt in prompts]
@@ -87,22 +81,18 @@ def test_texts_are_the_targets_and_replay_equals_decoding(each) -> None:
     assert num_accepted > 0
 
 
-def test_with_all_layers_everything_is_accepted(target) -> None:
-    warm = Sampling(temperature=0.7, top_p=0.9)
-    drafted = decode(target, SelfDraft(target, (), 3, sampling=warm), PROMPT, 41, warm)
-    assert [(step.num_accepted, step.num_emitted) for step in drafted.steps] == [(3, 4)] * 10
-
-
-def proposed(target: Target, skip: tuple[int, ...], num_tokens: int) -> torch.Tensor:
-    """[K] drafted behind PROMPT, whose last token is the root."""
+def proposed(
+    target: Target, skip: tuple[int, ...], num_tokens: int, text: list[int] = PROMPT
+) -> torch.Tensor:
+    """[K] drafted behind a text, whose last token is the root."""
     cache = target.new_cache(1)
-    ids = torch.tensor([PROMPT[:-1]])
+    ids = torch.tensor([text[:-1]])
     places = torch.arange(ids.shape[1])
     output = target.run_pending(cache, ids, (places[:, None] >= places)[None], places[None])
     cache.commit([places.tolist()])
     drafter = SelfDraft(target, skip, num_tokens)
-    drafter.observe(CommittedTokens([PROMPT[:-1]], output, cache))
-    return drafter.propose(Roots.from_ids(PROMPT[-1:])).tokens[0]
+    drafter.observe(CommittedTokens([text[:-1]], output, cache))
+    return drafter.propose(Roots.from_ids(text[-1:])).tokens[0]
 
 
 @torch.no_grad()
@@ -137,9 +127,3 @@ def test_other_layers_are_left_out_of_the_drafts_alone(each) -> None:
 
 def hand_on(_module: nn.Module, inputs: tuple, output: object) -> object:
     return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
-
-
-def test_what_is_skipped_is_back_afterwards(target) -> None:
-    before = target.encode_text(PROMPT).hidden_states
-    decode(target, SelfDraft(target, list_skipped_layers(target, 1), 2), PROMPT, 8)
-    assert torch.equal(target.encode_text(PROMPT).hidden_states, before)

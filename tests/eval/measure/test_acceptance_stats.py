@@ -1,16 +1,24 @@
+"""Acceptance: figures of texts and categories, intervals, and lengths under every definition."""
+
+from pathlib import Path
+
 import pytest
 
 from eval.decode.engine import Step
+from eval.measure import acceptance_stats
 from eval.measure.acceptance_stats import (
+    LENGTH_DEFINITIONS,
+    MEANS,
     PassCounts,
     PromptSteps,
-    alpha,
     compare_tau,
     compute_acceptance_lengths,
+    compute_mean_acceptance_length,
     compute_per_position,
     compute_tau_interval,
     count_dialogues,
     format_interval,
+    format_length_bucket,
     format_shown_interval,
     select_tree_figures,
     summarise_acceptance,
@@ -21,20 +29,8 @@ from eval.measure.acceptance_stats import (
 STEPS = PromptSteps("a", [Step(2, 3, 5), Step(0, 1, 2), Step(1, 1, 1)])
 
 
-def test_tau_is_tokens_per_pass_bonus_included() -> None:
-    assert tau([STEPS]) == pytest.approx(5 / 3)
-
-
-def test_alpha_is_conditional_and_leaves_out_depths_beyond_the_text() -> None:
-    # Depth 1: 2 of 3 passes. Depth 2: the pass that ended could not test it, so 1 of 1.
-    assert alpha([STEPS], 3) == [pytest.approx(2 / 3), 1.0, 0.0]
-
-
-def test_per_position_counts_every_pass() -> None:
-    assert compute_per_position([STEPS], 2) == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
-
-
 def test_categories_are_summed_up_by_themselves() -> None:
+    """Alpha leaves out depths that a pass could not test, as its text ended; depths count all."""
     other = PromptSteps("b", [Step(0, 1, 2), Step(0, 1, 1)], [4, 2], dialogue=1, turn=2)
     result = summarise_acceptance([STEPS, other], 2, seed=0)
     assert result == {
@@ -147,3 +143,82 @@ def test_an_interval_of_few_dialogues_is_not_shown() -> None:
     assert format_shown_interval((1.1, 1.25), 8) == "1.10-1.25"
     assert format_shown_interval(None, 1) == "-"
     assert count_dialogues([{"dialogue": 3}, {"dialogue": 3}, {"dialogue": 4}]) == 2
+
+
+# Acceptance lengths under every definition, by hand.
+
+
+def lengths_of(rows: list[dict]) -> dict:
+    return compute_acceptance_lengths(list(map(PassCounts.from_row, rows)))
+
+
+def text(dialogue: int, accepted: list[int], emitted: list[int], drafted: list[int]) -> dict:
+    return {"dialogue": dialogue, "accepted": accepted, "emitted": emitted, "drafted": drafted}
+
+
+# A dialogue of two turns and one of a single turn. The first text ends within a draft, so that its
+# last pass emits no bonus token; one pass of the second has no draft.
+TEXTS = [
+    text(0, [2, 0, 1], [3, 1, 1], [2, 2, 2]),
+    text(0, [0, 1], [1, 2], [0, 2]),
+    text(1, [2], [3], [2]),
+]
+
+
+def test_what_is_counted_and_over_what_the_mean_is_taken() -> None:
+    assert lengths_of(TEXTS) == {
+        "passes": {
+            "pooled": 11 / 6,
+            "turns": pytest.approx((5 / 3 + 3 / 2 + 3) / 3),
+            "dialogues": pytest.approx((8 / 5 + 3) / 2),
+        },
+        # Three drafts accept 3 tokens, one accepts 1 and one 2.
+        "drafts": {
+            "pooled": 1 + 6 / 5,
+            "turns": pytest.approx((2 + 2 + 3) / 3),
+            "dialogues": pytest.approx((2 + 3) / 2),
+        },
+        "first_token": {
+            "pooled": 14 / 6,
+            "turns": pytest.approx((6 / 3 + 4 / 2 + 4) / 3),
+            "dialogues": pytest.approx((10 / 5 + 4) / 2),
+        },
+        "first_pass": {
+            "pooled": 14 / 9,
+            "turns": pytest.approx((6 / 4 + 4 / 3 + 4 / 2) / 3),
+            "dialogues": pytest.approx((10 / 7 + 4 / 2) / 2),
+        },
+    }
+    assert compute_mean_acceptance_length(TEXTS) == 1 + 6 / 5
+
+
+def test_without_counts_of_drafts_every_pass_is_one() -> None:
+    assert compute_mean_acceptance_length([text(0, [2, 0], [3, 1], [])]) == 2.0
+
+
+def test_texts_of_one_token_have_no_pass() -> None:
+    lengths = lengths_of([text(0, [], [], []), text(1, [1], [2], [3])])
+    assert lengths["passes"] == {"pooled": 2.0, "turns": 2.0, "dialogues": 2.0}
+    assert lengths["first_token"] == {"pooled": 4.0, "turns": 3.0, "dialogues": 3.0}
+    assert lengths["first_pass"] == {"pooled": 4 / 3, "turns": 1.25, "dialogues": 1.25}
+    nothing = dict.fromkeys(("pooled", "turns", "dialogues"))
+    assert lengths_of([text(0, [], [], [])])["drafts"] == nothing
+    assert lengths_of([text(0, [0], [1], [0])])["drafts"] == nothing  # nothing drafted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        (1, "<1k"), (724, "<1k"), (725, "1k"), (1_000, "1k"), (1_448, "1k"), (1_449, "2k"),
+        (2_000, "2k"), (4_096, "4k"), (8_000, "8k"), (16_000, "16k"), (32_000, "32k"),
+        (131_072, "128k"),
+    ],
+)  # fmt: skip
+def test_lengths_are_named_by_the_nearest_power_of_two(tokens: int, name: str) -> None:
+    assert format_length_bucket(tokens) == name
+
+
+def test_the_page_has_every_definition() -> None:
+    page = Path(acceptance_stats.__file__).with_name("README.md").read_text()
+    assert all(f"| `{count}` |" in page for count in LENGTH_DEFINITIONS)
+    assert all(f"- `{mean}`: " in page for mean in MEANS)

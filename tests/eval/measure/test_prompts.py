@@ -66,16 +66,24 @@ def render_next_turns(records, prompts, answers, encoder) -> list[Prompt]:
     return [prompt for turn in turns for prompt in turn]
 
 
-def test_the_second_turn_follows_the_targets_answer():
-    prompts = render_first_turns([TWO_TURNS], RecordEncoder(tokenizer()))
-    following = render_next_turns(
-        [TWO_TURNS], prompts, [[*ids("fine, thanks."), END]], RecordEncoder(tokenizer())
-    )
+@pytest.mark.parametrize(
+    ("template", "answer", "shown"),
+    [
+        (CHATML, "fine, thanks.<|im_end|>", "fine, thanks."),
+        (CHATML, "<|im_end|>", ""),
+        (THINKING, "<think>\nhello?\n</think>\n\nfine", "fine"),
+    ],
+)
+def test_the_second_turn_follows_the_targets_answer_as_the_template_writes_it(
+    template, answer, shown
+):
+    encoder = RecordEncoder(tokenizer(template))
+    prompts = render_first_turns([TWO_TURNS], encoder)
+    (prompt,) = following = render_next_turns([TWO_TURNS], prompts, [ids(answer)], encoder)
     assert rendered(following) == [
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine, thanks.<|im_end|>\n"
+        f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{shown}<|im_end|>\n"
         "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     ]
-    (prompt,) = following
     assert (prompt.category, prompt.dialogue, prompt.turn) == ("chat", 0, 2)
     assert prompt.question == "And you?"
 
@@ -106,28 +114,6 @@ def test_dialogues_without_a_further_question_drop_out():
     )
     assert [(p.dialogue, p.turn) for p in following] == [(1, 2)]
     assert "assistant\ny<|im_end|>" in rendered(following)[0]
-    assert render_next_turns(records, following, [ids("w")], RecordEncoder(tokenizer())) == []
-
-
-def test_an_empty_answer_stays_as_an_empty_turn():
-    prompts = render_first_turns([TWO_TURNS], RecordEncoder(tokenizer()))
-    assert rendered(
-        render_next_turns([TWO_TURNS], prompts, [[END]], RecordEncoder(tokenizer()))
-    ) == [
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-        "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
-    ]
-
-
-def test_the_template_may_rewrite_earlier_turns():
-    prompts = render_first_turns([TWO_TURNS], RecordEncoder(tokenizer(THINKING)))
-    answer = ids("<think>\nhello?\n</think>\n\nfine")
-    assert rendered(
-        render_next_turns([TWO_TURNS], prompts, [answer], RecordEncoder(tokenizer(THINKING)))
-    ) == [
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n"
-        "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Thinking and answer, told apart in what the target wrote."""
 
+from pathlib import Path
+
 import pytest
 from toys import CHATML, random_target, tokenizer
 
@@ -16,19 +18,8 @@ from eval.measure.measurement import Measurement
 from eval.measure.prompts import count_thinking_tokens, render_first_turns
 from heads.decoding.sampling import GREEDY
 
-THINKS = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['reasoning_content'] %}<think>\n{{ m['reasoning_content'] }}\n</think>\n\n{% endif %}"
-    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-    "{% if opens is true %}<think>\n{% endif %}{% endif %}"
-)
-CHANNELS = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['reasoning_content'] %}[think]{{ m['reasoning_content'] }}[/think]{% endif %}"
-    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+THINKS, CHANNELS = (
+    Path(__file__).with_name(f"{name}.jinja").read_text() for name in ("thinks", "channels")
 )
 
 
@@ -77,7 +68,7 @@ def test_passes_without_a_draft_are_none_of_a_part() -> None:
     assert [row["per_draft"] for row in parts.values()] == [2.0, 2.0]  # of one and of two drafts
 
 
-def test_both_results_tell_thinking_from_answers() -> None:
+def test_a_speedup_tells_thinking_from_answers_too() -> None:
     target = random_target()
     target.tokenizer = made = tokenizer(THINKS)
     record = Record([{"role": "user", "content": "hello"}], None, "here")
@@ -86,15 +77,9 @@ def test_both_results_tell_thinking_from_answers() -> None:
     steps = [Step(1, len(before), 9), Step(0, 1, 2)]  # the second after all of the thinking
     text = Generation([*before, *after], steps, times=DecodingTimes(total=1.0))
     bench = Measurement(target, [], [prompt], GREEDY, {}, True)
-    expected = {
-        "thinking": {
-            "tau": len(before), "per_draft": 2.0, "alpha": [1.0], "num_tokens": len(before)
-        },
-        "answer": {"tau": 1.0, "per_draft": 1.0, "alpha": [0.0], "num_tokens": 1},
-    }  # fmt: skip
     found = [PromptRun(prompt, {"vanilla": [text]})]
     methods = {"vanilla": Method(lambda *_: [text])}
     [row] = summarise_speedup(bench, SpeedupRun(num_texts=0), methods, found)["methods"].values()
-    assert row["by_part"] == expected
-    thinking = count_thinking_tokens(prompt, text.token_ids, made)
-    assert compute_part_figures([PromptSteps("", steps, num_thinking=thinking)], 1) == expected
+    own = PromptSteps("", steps, num_thinking=len(before))
+    assert row["by_part"] == compute_part_figures([own], 1)
+    assert len(row["by_part"]) == 2

@@ -11,6 +11,7 @@ from conf.settings.measure import AcceptanceRun, ServeRun, SpeedupRun
 from conf.settings.target import TargetConfig
 from eval.measure.verdict import (
     Outcome,
+    Verdict,
     judge_acceptance,
     judge_serving,
     judge_speedup,
@@ -110,21 +111,6 @@ def test_acceptance_is_judged(result: dict[str, Any], outcome: Outcome, sentence
 
 
 Measured = dict[str, tuple[float, Bounds]]
-BEATEN: Measured = {
-    "eagle_chain": (1.16, (1.1, 1.2)), "ngram": (1.18, (1.1, 1.2)), "suffix": (1.26, (1.2, 1.3)),
-    "eagle_suffix": (1.53, (1.5, 1.6)),
-}  # fmt: skip
-SLOW: Measured = {"eagle_chain": (0.83, (0.8, 0.9)), "suffix": (0.9, (0.8, 1.0))}
-UNSURE: Measured = {"eagle_chain": (1.1, (0.97, 1.2)), "eagle_tree": (1.0, (0.9, 1.1))}
-SECOND: Measured = {
-    "eagle_chain": (1.1, (1.0, 1.2)), "eagle_chain_2": (1.2, (1.1, 1.3)),
-    "eagle_tree_2": (1.9, (1.8, 2.0)),
-}  # fmt: skip
-BUSHY: Measured = {
-    "eagle_chain": (1.11, (0.86, 1.45)), "eagle_tree": (1.65, (1.29, 2.18)),
-    "suffix": (1.15, (0.92, 1.49)),
-}  # fmt: skip
-NO_CHAIN: Measured = {"eagle_tree": (1.9, (1.8, 2.0)), "suffix": (1.5, (1.4, 1.6))}
 
 
 @pytest.mark.parametrize(
@@ -133,18 +119,22 @@ NO_CHAIN: Measured = {"eagle_tree": (1.9, (1.8, 2.0)), "suffix": (1.5, (1.4, 1.6
         (1, {"eagle_chain": (2.0, None), "suffix": (3.0, None)}, Outcome.unclear,
          "Too few prompts to judge this head: eagle_chain decodes at 2.00 of the baseline's "
          "speed (1 dialogue)."),
-        (20, BEATEN, Outcome.weak,
+        (20, {"eagle_chain": (1.16, (1.1, 1.2)), "ngram": (1.18, (1.1, 1.2)),
+              "suffix": (1.26, (1.2, 1.3)), "eagle_suffix": (1.53, (1.5, 1.6))}, Outcome.weak,
          UNWORTHY + ": [eagle_chain], but suffix at 1.26 (95% interval 1.20-1.30, 20 dialogues) "
          "without any training."),
-        (20, SLOW, Outcome.weak, UNWORTHY + ": [eagle_chain]."),
-        (20, UNSURE, Outcome.unclear,
+        (20, {"eagle_chain": (0.83, (0.8, 0.9)), "suffix": (0.9, (0.8, 1.0))}, Outcome.weak,
+         UNWORTHY + ": [eagle_chain]."),
+        (20, {"eagle_chain": (1.1, (0.97, 1.2)), "eagle_tree": (1.0, (0.9, 1.1))}, Outcome.unclear,
          "The figures do not tell whether this head pays: [eagle_chain]."),
-        (20, SECOND, Outcome.worth,
+        (20, {"eagle_chain": (1.1, (1.0, 1.2)), "eagle_chain_2": (1.2, (1.1, 1.3)),
+              "eagle_tree_2": (1.9, (1.8, 2.0))}, Outcome.worth,
          f"This head is worth serving: [eagle_chain_2]. [eagle_tree_2], but {TREES}"),
-        (8, BUSHY, Outcome.weak,
+        (8, {"eagle_chain": (1.11, (0.86, 1.45)), "eagle_tree": (1.65, (1.29, 2.18)),
+             "suffix": (1.15, (0.92, 1.49))}, Outcome.weak,
          UNWORTHY + ": [eagle_chain], but suffix at 1.15 (95% interval 0.92-1.49, 8 dialogues) "
          f"without any training. [eagle_tree], but {TREES}"),
-        (20, NO_CHAIN, Outcome.no_chain,
+        (20, {"eagle_tree": (1.9, (1.8, 2.0)), "suffix": (1.5, (1.4, 1.6))}, Outcome.no_chain,
          "Nothing says whether this head is worth serving, as no chain was measured: "
          f"[eagle_tree], but {TREES}"),
     ],
@@ -200,18 +190,21 @@ def test_serving_is_judged(
 
 
 TARGET, DATA = TargetConfig("me/model"), RowsConfig("mine.jsonl", num_prompts=4)
+METHODS = ["eagle_tree", "eagle_tree_2", "suffix"]
 RUNS = {
-    "acceptance": AcceptanceRun(TARGET, DATA, HeadRef("h"), out_dir="o"),
-    "speedup": SpeedupRun(
-        TARGET, DATA, HeadRef("h"), out_dir="o", methods=["eagle_tree", "eagle_tree_2", "suffix"]
+    "acceptance": (
+        AcceptanceRun(TARGET, DATA, HeadRef("h"), out_dir="o"), "eval/speedup.py", {},
     ),
-    "serve": ServeRun(TARGET, DATA, HeadRef("h"), endpoint="http://a", out_dir="o"),
-}
-AGAIN = {
-    "acceptance": "eval/acceptance.py", "speedup": "eval/speedup.py", "serve": "eval/serve.py"
+    "speedup": (
+        SpeedupRun(TARGET, DATA, HeadRef("h"), out_dir="o", methods=METHODS),
+        "scripts/export.py", {"format": "vllm"},
+    ),
+    "serve": (
+        ServeRun(TARGET, DATA, HeadRef("h"), endpoint="http://a", out_dir="o"),
+        "scripts/push.py", {"repo_id": "me/head", "dry_run": True},
+    ),
 }  # fmt: skip
-
-
+"""Of each command its run, and what comes next where a head is worth it."""
 ALWAYS = (Outcome.unclear, Outcome.weak, Outcome.worth)
 ENDS = [*product(RUNS, ALWAYS), ("serve", Outcome.alone), ("speedup", Outcome.no_chain)]
 
@@ -220,28 +213,20 @@ ENDS = [*product(RUNS, ALWAYS), ("serve", Outcome.alone), ("speedup", Outcome.no
 def test_the_next_command_fits_the_outcome(
     ended: str, outcome: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    onward = {
-        "acceptance": {"head.path": "h"},
-        "speedup": {"head.path": "h", "format": "vllm"},
-        "serve": {"head.path": "h", "repo_id": "me/head", "dry_run": True},
-    }
-    verdict = judge_acceptance(acceptance(4, 1.1, None))
-    print_verdict(ended, type(verdict)(outcome, "So it is."), RUNS[ended], onward[ended])
+    settings, onward, more = RUNS[ended]
+    verdict = Verdict(outcome, "So it is.")
+    print_verdict(ended, verdict, settings, {"head.path": "h", **more})
     said = capsys.readouterr().out
     assert said.startswith("\nSo it is.\n\nnext, ")
     script, run = pasted(said)
     if outcome is Outcome.worth:
-        worth = {
-            "acceptance": "eval/speedup.py", "speedup": "scripts/export.py",
-            "serve": "scripts/push.py",
-        }  # fmt: skip
-        assert (script, run.head.path) == (worth[ended], "h")
+        assert (script, run.head.path) == (onward, "h")
     elif outcome is Outcome.weak:
         assert script == "scripts/regenerate.py"
         assert (run.target.path, run.data.path) == ("me/model", "CHATS.jsonl")
         assert "to train on (your file in place of CHATS.jsonl):" in said
     else:
-        assert (script, run.head.path, run.out_dir) == (AGAIN[ended], "h", "o-again")
+        assert (script, run.head.path, run.out_dir) == (f"eval/{ended}.py", "h", "o-again")
         same = outcome in (Outcome.alone, Outcome.no_chain)
         assert run.data.path == ("mine.jsonl" if same else "PROMPTS.jsonl")
         assert run.data.num_prompts == (4 if same else None)
@@ -256,5 +241,5 @@ def test_a_head_that_no_engine_serves_gets_a_verdict_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     verdict = judge_acceptance(acceptance(32, 2.0, (1.9, 2.1)))
-    print_verdict("speedup", verdict, RUNS["speedup"], None)
+    print_verdict("speedup", verdict, RUNS["speedup"][0], None)
     assert capsys.readouterr().out == f"\n{verdict.sentence}\n"

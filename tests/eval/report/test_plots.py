@@ -92,12 +92,19 @@ def test_a_picture_of_speed(make, drawn) -> None:
     )
 
 
+DEVICE = "NVIDIA H100 80GB HBM3, with a very long name of its slice, MIG 1g.10gb"
+CANDIDATES = [
+    {"num_tokens": size, "tokens_per_s": speed}
+    for size, speed in [(1, 10.0), (2, 12.0), (2, 15.0), (4, 11.0)]
+]
+CURVE = {"device": DEVICE, "sizes": [1, 2, 4], "seconds": [0.5, 0.75, 1.0]}
+SEARCHED = {
+    "candidates": CANDIDATES, "default": CANDIDATES[3], "found": CANDIDATES[2], "curve": CURVE
+}  # fmt: skip
+
+
 def test_a_picture_of_a_search(drawn) -> None:
-    candidates = [(1, 10.0), (2, 12.0), (2, 15.0), (4, 11.0)]
-    rows = [{"num_tokens": size, "tokens_per_s": speed} for size, speed in candidates]
-    curve = {"device": "gpu", "sizes": [1, 2, 4], "seconds": [0.5, 0.75, 1.0]}
-    result = {"candidates": rows, "default": rows[3], "found": rows[2], "curve": curve}
-    left, right = drawn(plot_tree_search, result)
+    left, right = drawn(plot_tree_search, SEARCHED | {"curve": CURVE | {"device": "gpu"}})
     assert lines(left) == [[(1, 10.0), (2, 15.0), (4, 11.0)], [(4, 11.0)], [(2, 15.0)]]
     assert lines(right) == [[(1, 1.0), (2, 1.5), (4, 2.0)]]
     assert right.get_title() == "gpu"
@@ -128,27 +135,27 @@ def test_a_picture_of_tools_side_by_side(drawn) -> None:
     assert lines(right) == [[(1, 0.75), (2, 0.5)]]
 
 
-def test_a_picture_of_pruning(drawn) -> None:
-    def row(num_ids: int, figure: float) -> dict[str, Any]:
-        interval = [figure - 0.25, figure + 0.25]
-        return {
-            "num_ids": num_ids, "tau": figure, "tau_ci95": interval, "coverage": figure / 4,
-            "speedup": figure / 2,
-        }  # fmt: skip
-
-    result = {
-        "pruned": [row(16, 1.5), row(32, 2.0)], "before": row(64, 2.5), "device": "gpu",
-        "low_rank": [{**row(64, 2.25), "rank": 8}],
+def pruned(num_ids: int, figure: float) -> dict[str, Any]:
+    interval = [figure - 0.25, figure + 0.25]
+    return {
+        "num_ids": num_ids, "tau": figure, "tau_ci95": interval, "coverage": figure / 4,
+        "speedup": figure / 2,
     }  # fmt: skip
-    axes = drawn(plot_pruning, result)
+
+
+PRUNED = {
+    "pruned": [pruned(16, 1.5), pruned(32, 2.0)], "before": pruned(64, 2.5) | {"tau_ci95": None},
+    "low_rank": [{**pruned(64, 2.25), "rank": 8}], "device": DEVICE,
+}  # fmt: skip
+
+
+def test_a_picture_of_pruning(drawn) -> None:
+    axes = drawn(plot_pruning, PRUNED | {"device": "gpu"})
     for axis, share in zip(axes, (1, 4, 2), strict=True):
         curve = [(16, 1.5 / share), (32, 2.0 / share), (64, 2.5 / share)]
         level = [] if share == 4 else [[(0, 2.25 / share), (1, 2.25 / share)]]
         assert lines(axis) == [curve, curve[2:], *level]
     assert axes[2].get_ylabel() == "expected speed-up, gpu"
-
-
-DEVICE = "NVIDIA H100 80GB HBM3, with a very long name of its slice, MIG 1g.10gb"
 
 
 def of_methods(names: Iterable[str]) -> dict[str, Any]:
@@ -173,11 +180,6 @@ def without_waits() -> dict[str, Any]:
     return {"concurrency": found}
 
 
-def pruned(num_ids: int) -> dict[str, Any]:
-    own = {"num_ids": num_ids, "tau": 2.0, "tau_ci95": None, "coverage": 0.5, "speedup": 1.0}
-    return {**own, "rank": 8}
-
-
 CONDITIONS = {
     "data": "nvidia/SPEED-Bench throughput_16k, test, version 0123abcd",
     "turns": "first 2 turns of up to 7",
@@ -191,12 +193,9 @@ CONDITIONS = {
 
 
 LONG = [f"a_method_whose_very_long_name_has_the_number_{n}_tree_typical" for n in range(10)]
-CANDIDATE = {"num_tokens": 2, "tokens_per_s": 12.0}
-CURVE = {"device": DEVICE, "sizes": [1, 2], "seconds": [0.5, 0.75]}
 LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] = {
     "12 methods": (plot_speedup, lambda: of_methods(["vanilla", "generate", *LONG]), 4),
     "no depth": (plot_speedup, lambda: of_methods(["vanilla", "generate"]), 3),
-    "one method": (plot_speedup, lambda: of_methods(["vanilla"]), 3),
     "texts at a time": (plot_concurrency, large, 3),
     "no waits": (plot_concurrency, without_waits, 2),
     "long categories": (plot_acceptance, lambda: accepted(LONG), 2),
@@ -205,21 +204,8 @@ LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] 
         lambda: {key: {**accepted(["math"]), "conditions": CONDITIONS} for key in LONG},
         2,
     ),
-    "pruning": (
-        plot_pruning,
-        lambda: {
-            "pruned": [pruned(256), pruned(512)], "before": pruned(1024), "low_rank": [],
-            "device": DEVICE,
-        },
-        3,
-    ),
-    "search": (
-        plot_tree_search,
-        lambda: {
-            "candidates": [CANDIDATE], "default": CANDIDATE, "found": CANDIDATE, "curve": CURVE
-        },
-        2,
-    ),
+    "pruning": (plot_pruning, lambda: PRUNED, 3),
+    "search": (plot_tree_search, lambda: SEARCHED, 2),
 }  # fmt: skip
 
 

@@ -1,5 +1,4 @@
 import pytest
-import torch
 from toys import endless_target, random_target, texts
 
 from conf.errors import InputError
@@ -8,9 +7,8 @@ from eval.decode.engine import decode
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.tune import skip_search
 from eval.tune.skip_search import PassCosts, measure_pass_costs, search_skipped_layers
-from heads.decoding.drafting import Roots
 from heads.target_model.model import Target
-from tests.eval.decode.test_self_speculation import agreeing_target
+from tests.eval.decode.test_self_speculation import agreeing_target, proposed
 
 # A layer costs 1.5, the rest of a pass 1, a token more to verify 0.1.
 COSTS = PassCosts(1.0, tuple(10 + 0.1 * k for k in range(9)))
@@ -86,23 +84,9 @@ def test_agreement_is_the_share_of_right_first_draft_tokens() -> None:
             # A chain of one behind this very token.
             step = decode(target, SelfDraft(target, choice.skip, 1), text[: root + 1], 2)
             assert step.token_ids[0] == text[root + 1]
-            drafted = first_draft(target, choice.skip, text[: root + 1])
+            [drafted] = proposed(target, choice.skip, 1, text[: root + 1]).tolist()
             right.append(drafted == text[root + 1])
     assert choice.agreement == sum(right) / len(right)
-
-
-def first_draft(target: Target, skip: tuple[int, ...], committed: list[int]) -> int:
-    """The draft token after the last token, with the target's states of all tokens before."""
-    cache = target.new_cache(1)
-    places = torch.arange(len(committed))
-    causal = (places[:, None] >= places)[None]
-    target.run_pending(
-        cache, torch.tensor([committed[:-1]]), causal[:, :-1, :-1], places[None, :-1]
-    )
-    cache.commit([places[:-1].tolist()])
-    drafter = SelfDraft(target, skip, 1)
-    drafter.cache = cache
-    return drafter.propose(Roots.from_ids(committed[-1:])).tokens.item()
 
 
 def test_a_search_ends_when_no_more_layers_pay(target, own, monkeypatch) -> None:
