@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from emulated import graphs, kernels
-from emulated.device import Counts, counted, off
-from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
+from emulated.device import counted, off
+from emulated.test_decoding import KINDS, NUM_TOKENS, counted_steps, random_target
 from feature_heads import feature_head, fresh, settings_of
 from torch import Tensor
 from toys import texts
@@ -217,15 +217,10 @@ def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(
     target.model.generation_config.eos_token_id = []
     requests = list(map(Request, prompts()[:2]))
     batch = captured.StepBatch(target, make, requests, 60, 2, how)
-    found: list[Counts] = []
     steps = batch.stream_tokens()
     # Of the first step the host learns when the second is under way.
     assert [len(next(steps)) for _ in range(3)] == [2, 0, 2]
-    while True:
-        with counted() as counts:
-            if next(steps, None) is None:
-                break
-        found.append(counts)
+    found = [counts for _, counts in counted_steps(steps)]
     alone = [each for each in found if each.operations == {"graph": 1, "copy_": 1}]
     assert len(alone) > len(found) / 2
     for each in alone:
@@ -306,28 +301,20 @@ def test_who_stops_a_capture_stops_it_whole() -> None:
 def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
-    [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17])], 9, 1)
-    for make, capture, told in (
-        (NoDraft, True, "step"), (NoDraft, False, "no: cuda_graphs=false"),
-        (Asking, True, "permitted"), (lambda: PromptLookup(4), True, "verify pass"),
+    for make, capture, told, how in (
+        (NoDraft, True, "step", GREEDY), (NoDraft, True, "step", SAMPLED),
+        (NoDraft, False, "no: cuda_graphs=false", GREEDY), (Asking, True, "permitted", GREEDY),
+        (lambda: PromptLookup(4), True, "verify pass", GREEDY),
     ):  # fmt: skip
-        run = PromptDecoder(target, lambda _, make=make: make(), 9, GREEDY, capture)
+        [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17], 3)], 9, 1, how)
+        run = PromptDecoder(target, lambda _, make=make: make(), 9, how, capture)
         for _ in range(2):
-            [found] = run([[5, 17]], [0], 1)
+            [found] = run([[5, 17]], [3], 1)
             assert found.token_ids == expected.token_ids
             assert (found.times.step > 0) == (told == "step")
             assert told in ("step", "verify pass") or not found.times.num_captures
         assert told in run.settings["captured"]
         assert ("cannot capture" in capsys.readouterr().err) == (make is Asking)
-
-
-def test_a_method_that_samples_is_captured() -> None:
-    target = random_target("cuda")
-    target.model.generation_config.eos_token_id = []
-    [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17], 3)], 9, 1, SAMPLED)
-    [found] = PromptDecoder(target, lambda _: NoDraft(), 9, SAMPLED, True)([[5, 17]], [3], 1)
-    assert found.token_ids == expected.token_ids
-    assert found.times.step > 0
 
 
 @pytest.mark.parametrize("make", [NoDraft, lambda: PromptLookup(4)], ids=["step", "pass"])
@@ -386,12 +373,7 @@ def test_a_captured_pass_is_one_launch_beside_what_the_host_drafts() -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
     batch = PassBatch(target, lambda _: PromptLookup(4), [Request(prompts()[0] * 2)], 60, 1)
-    steps, found = batch.stream_tokens(), []
-    while True:
-        with counted() as counts:
-            if next(steps, None) is None:
-                break
-        found.append(counts)
+    found = [counts for _, counts in counted_steps(batch.stream_tokens())]
     alone = [each for each in found if each.operations["graph"] and each.operations.total() < 20]
     assert len(alone) > len(found) / 2
     for each in alone:
