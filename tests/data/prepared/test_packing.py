@@ -1,6 +1,5 @@
 import hashlib
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,29 +301,6 @@ def test_tokens_of_some_sequences_hold_no_padding_and_none_that_are_held_out() -
     assert REPORT.estimate_num_tokens(55) == 4000
     assert REPORT.estimate_num_tokens(50) == 3636
     assert REPORT.estimate_num_tokens(8) == 582
-
-
-def test_the_report_counts_and_lists(write, tmp_path):
-    rows = [*ROWS, {"prompt": ""}, exchange("refuse me", "x"), {"prompt": "no answer"}]
-    config = DataConfig(max_length=40, on_bad_row=OnBadRow.skip)
-    other = write([exchange("other", "words")], "other.jsonl")
-    _, _, report = prepare(
-        config, make_tokenizer(), path=write(rows), eval_path=other, seed=0, progress=False
-    )
-    assert (report.num_records, report.num_bad, report.num_dropped) == (102, 2, 1)
-    assert report.num_truncated > 0
-    text = "\n".join(report.format_lines())
-    assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
-    assert re.search(r"102 read, \d+ of them held out, 2 malformed", text)
-    assert "1 dropped (nothing to learn)" in text
-    assert "rows.jsonl:101: field 'prompt': found empty text" in text
-    assert "rows.jsonl:102: the target's chat template refuses the conversation: refused" in text
-
-
-def test_a_refused_row_stops_by_default(write):
-    path = write([*ROWS, exchange("refuse me", "x")])
-    with pytest.raises(InputError, match=r"rows.jsonl:101: .*refused"):
-        prepare(DataConfig(), make_tokenizer(), path=path, eval_path=path, seed=0)
 
 
 def test_nothing_to_learn_is_refused(write):

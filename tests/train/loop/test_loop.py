@@ -24,7 +24,7 @@ from train.loop import command, evaluation, loop
 from train.loop.loop import Outcome, TrainingJob
 from train.loss.fused_linear import LossSums
 from train.objective import Objective
-from train.parallel import checkpoint, processes
+from train.parallel import processes
 
 T, D = 6, 4
 
@@ -390,23 +390,6 @@ def test_a_norm_that_is_not_finite_names_step_and_sequences(tmp_path: Path) -> N
         fit(tmp_path, config, objective=Steep())
     assert str(drawn) in str(caught.value)
     assert not (tmp_path / "checkpoints").exists()
-
-
-def test_full_disk_in_training_keeps_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, written = checkpoint.save_file, []
-
-    def fills_up(tensors: dict[str, Tensor], path: Path) -> None:
-        written.append(path)
-        if len(written) > 3:
-            raise OSError(28, "No space left on device")
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", fills_up)
-    with pytest.raises(InputError, match=r"step-000004.*No space left"):
-        fit(tmp_path, settings())
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_batch_that_does_not_divide() -> None:
