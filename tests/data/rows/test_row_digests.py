@@ -54,16 +54,6 @@ def test_another_question_makes_another_prompt_and_a_system_message_does_not(
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_rows_that_stand_twice_in_a_folder_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": f"ask {i}", "response": "so"} for i in range(4)]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    assert load_records(str(tmp_path)).format_lines() == []
-    parquet.write_table(pyarrow.Table.from_pylist(rows[:3]), tmp_path / "x.parquet")
-    (tmp_path / "y.jsonl").symlink_to(path)
-    lines = load_records(str(tmp_path)).format_lines()
-    assert lines == ["copies: 7 rows repeat an earlier one"]
-
-
 def test_digests_are_stored_and_counted(tmp_path: Path) -> None:
     known = PromptDigests.from_values([2**64 - 1, 7, 7, 0])
     assert known.values.tolist() == [0, 7, 2**64 - 1]

@@ -111,12 +111,6 @@ def test_the_command_line_that_serves_these_states() -> None:
     ]
 
 
-def test_a_file_is_read_when_its_writer_is_done(tmp_path: Path) -> None:
-    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        server.write_s = 0.2
-        assert_same(states.request_states([7, 5]), expected([7, 5]))
-
-
 def refused(
     server: EngineServer, match: str, wanted: ServerFeatureLayers | None = None, **endpoint
 ) -> None:
@@ -147,17 +141,6 @@ def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_pat
         server.models = ()
         refused(server, f"{address}lists no model")
     refused(server, rf"{address}ConnectError.*\(1 attempts\){SERVE}", max_retries=0)
-
-
-def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
-    with EngineServer(tmp_path, WRITTEN) as server:
-        there = {"hidden_states_path": "/there/layers-1-3-4/cmpl-1.safetensors"}
-        server.answer = lambda _: {"kv_transfer_params": there}  # type: ignore[method-assign]
-        refused(
-            server,
-            r"/there/layers-1-3-4/cmpl-1.safetensors: cannot be seen from this machine; mount "
-            "the server's shared_storage_path here under the same name",
-        )
 
 
 @pytest.mark.parametrize(
@@ -191,12 +174,6 @@ def test_a_first_token_may_have_states_of_zeros(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.change = lambda t: t["hidden_states"][0].zero_()
         assert states.request_states([7, 5])["layers.1"].tolist() == [[0, 0], [105, -1]]
-
-
-def test_a_server_that_never_ends_its_file(tmp_path: Path) -> None:
-    with EngineServer(tmp_path, WRITTEN) as server:
-        server.write_s = 0.5
-        refused(server, "safetensors: not written after 0 s; see the server's log", timeout_s=0.2)
 
 
 def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
