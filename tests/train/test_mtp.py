@@ -3,13 +3,12 @@
 import json
 import shutil
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from mtp_targets import saved
-from stores import captured, save_inputs, settings
+from stores import save_inputs, settings
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
@@ -97,17 +96,6 @@ def test_an_indexer_stays_as_it_is(inputs: Path, tmp_path: Path) -> None:
     same = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     kept = {name for name in after if ".indexer." in name or "correction_bias" in name}
     assert (same, len(kept)) == (kept, 6)
-
-
-def test_a_fresh_layer_learns_the_same_from_a_store(inputs: Path, tmp_path: Path, capsys) -> None:
-    given = settings(inputs, tmp_path, dtype=Dtype.bfloat16)
-    online = trained(tmp_path / "online", given.target, deepcopy(given.data), max_steps=8)
-    assert "MTP layer of other, a fresh one, 3 steps" in capsys.readouterr().out
-    assert online[-3] < 0.9 * online[0]
-    same = {"dtype": Dtype.bfloat16, "micro_batch_size": 1, "num_replay_prompts": 1}
-    store = captured(inputs, tmp_path / "store", layers=[1, 2], **same)
-    data = DataConfig(features=str(store))
-    assert trained(tmp_path / "offline", TargetConfig(), data, max_steps=8) == online
 
 
 def test_a_targets_own_layer_is_measured_beside_every_other_way(

@@ -1,4 +1,4 @@
-"""Servers of hidden states: what one gives and refuses; how several share the documents of a run."""
+"""Servers of hidden states: what one gives and refuses, and how several share a run."""
 
 import json
 from pathlib import Path
