@@ -1,12 +1,15 @@
 """Servers of hidden states: what one gives and refuses, and how several share a run."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commands import ROOT
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -107,15 +110,12 @@ def test_without_a_final_norm_there_are_layers_alone(tmp_path: Path) -> None:
         assert states.request_states([7]).keys() == {"layers.2"}
 
 
-def test_the_command_line_that_serves_these_states() -> None:
-    assert taps().serve_options("/dev/shm/states") == [
-        "--speculative-config",
-        '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": '
-        '{"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}}',
-        "--kv-transfer-config",
-        '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", '
-        '"kv_connector_extra_config": {"shared_storage_path": "/dev/shm/states/layers-1-3-4"}}',
-    ]
+def test_the_page_shows_the_command_line_that_serves_these_states() -> None:
+    """For EAGLE-3, which reads three of the 36 layers of Qwen3-8B, and the last."""
+    page = (ROOT / "data/servers/README.md").read_text()
+    [line] = re.findall(r"^vllm serve Qwen/Qwen3-8B .*", page, re.M)
+    wanted = ServerFeatureLayers((2, 18, 33), 36, 4096, halved).serve_options("/dev/shm")
+    assert shlex.split(line)[3:] == ["--max-model-len", "2049", *wanted]
 
 
 def refused(
