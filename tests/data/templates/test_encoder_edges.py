@@ -12,6 +12,7 @@ from templates import (
     chat,
     encoder,
     learnt,
+    load_template,
     make_tokenizer,
     marked,
     shown,
@@ -29,28 +30,13 @@ from data.templates.turns import TurnMarkers
 from tests.chats import write_rows
 
 # As DeepSeek-R1 and QwQ: the prompt opens the thinking that the finished turn lacks.
-OPENS_THINKING = (
-    "<s>{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
-    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-)
+OPENS_THINKING = load_template("opens_thinking")
 # As Phi-4-mini: the end of the text has a token of its own, whoever spoke last.
-ENDS_TEXT = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
-)
+ENDS_TEXT = load_template("ends_text")
 # As vision models: a content is a text or parts, which follow one another.
-PARTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
-    "{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+PARTS = load_template("parts")
 # Turns but the last lose what stands before `</think>`.
-STRIPS = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] | trim }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+STRIPS = load_template("strips")
 
 
 def adds_bos(template: str | None) -> PreTrainedTokenizerFast:
@@ -235,7 +221,7 @@ def test_a_turn_that_no_token_ends_is_stopped_by_the_next_turns() -> None:
 
 
 def test_a_turn_that_ends_in_words_alone_is_learnt_with_them() -> None:
-    template = NO_SPECIAL.replace("m.content + '\n'", "m.content + ' [done]\n'")
+    template = NO_SPECIAL.replace("m.content +", "m.content + ' [done]' +")
     assert marked(chat("Hi", "Yes", "So?", "No"), template) == [
         "### user: Hi [done]\n### assistant: [[Yes [done]]]\n"
         "### user: So? [done]\n### assistant: [[No [done]]]\n"
