@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,18 +40,8 @@ from heads.target_model.model import Target
 
 LENGTHS = [7, 4, 5, 12, 4]
 WITHOUT_HEADS = ("vanilla", "medusa_chain", "medusa_tree", "recycling", "early_exit", "skip_layers")
-EAGLE: dict[str, Any] = {"layers": [0, 1, 2], "fc_norm": True}
 FEATURES: dict[str, Any] = {"layers": [0, 1], "num_layers": 1}
 SHAPE = DynamicShape(3, 3, 8)
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """A drafter whose head has learnt: only then does it show in steps what it drafts from."""
-
-    trained: Callable[[Target], DraftHead]
-    fresh: Callable[[Target], DraftHead]
-    drafter: Callable[[Any, Sampling, list[int]], Drafter]
 
 
 def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
@@ -62,23 +52,16 @@ def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
     return head.drafter(head, SHAPE)
 
 
-def learnt(name: str, drafter: Callable[..., Drafter], **settings: Any) -> Learnt:
-    return Learnt(
-        lambda target: feature_head(target, name, 40, 5, **settings),
-        lambda target: fresh(target, settings_of(name, **settings)),
-        drafter,
-    )
-
-
-LEARNT = {
-    "eagle_chain, EAGLE-1": learnt("eagle1", chain),
-    "eagle_tree, EAGLE-3": learnt("eagle3", tree, **EAGLE),
-    "dflash_tree": learnt("dflash", tree, **FEATURES),
-    "dflash2_chain": learnt("dflash2", chain, **FEATURES),
-    "dspark_chain": learnt("dspark, rnn", chain, **FEATURES),
-    "peagle_chain": learnt("peagle", chain, **FEATURES),
-    "peagle_tree": learnt("peagle", tree, **FEATURES),
+LEARNT: dict[str, tuple[str, Callable[..., Drafter], dict[str, Any]]] = {
+    "eagle_chain, EAGLE-1": ("eagle1", chain, {}),
+    "eagle_tree, EAGLE-3": ("eagle3", tree, {"layers": [0, 1, 2], "fc_norm": True}),
+    "dflash_tree": ("dflash", tree, FEATURES),
+    "dflash2_chain": ("dflash2", chain, FEATURES),
+    "dspark_chain": ("dspark, rnn", chain, FEATURES),
+    "peagle_chain": ("peagle", chain, FEATURES),
+    "peagle_tree": ("peagle", tree, FEATURES),
 }
+"""Kind, drafter and settings of heads that learn: only then steps show what they draft from."""
 STATIC = [*WITHOUT_HEADS, *LEARNT]
 
 
@@ -97,7 +80,8 @@ def on_cpu(name: str) -> tuple[Target, DraftHead]:
     """A target and what has learnt from it."""
     target = random_target("cpu")
     target.model.generation_config.eos_token_id = []
-    return target, LEARNT[name].trained(target)
+    kind, _, settings = LEARNT[name]
+    return target, feature_head(target, kind, 40, 5, **settings)
 
 
 def prepared(
@@ -110,12 +94,12 @@ def prepared(
     target = random_target(device)
     if name not in LEARNT:
         return target, lambda seeds: KINDS[name].make(target, how, drafter_seeds(seeds))
-    learnt = LEARNT[name]
+    kind, drafter, settings = LEARNT[name]
     with off():
         weights = on_cpu(name)[1].state_dict()
-    head = learnt.fresh(target)
+    head = fresh(target, settings_of(kind, **settings))
     head.load_state_dict({key: each.to(device) for key, each in weights.items()})
-    return target, lambda seeds: learnt.drafter(head.eval(), how, drafter_seeds(seeds))
+    return target, lambda seeds: drafter(head.eval(), how, drafter_seeds(seeds))
 
 
 def decoded(

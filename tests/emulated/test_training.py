@@ -23,24 +23,16 @@ from toys import noisy_head, save_target
 from conf.command import environment
 from conf.errors import InputError
 from conf.settings.blocks import (
-    DFlash2Config,
     DFlash2Run,
-    DFlashConfig,
     DFlashRun,
-    DSparkConfig,
     DSparkRun,
-    Markov,
 )
 from conf.settings.data import DataConfig, TeacherKind
 from conf.settings.drafting import SelfDraftConfig
 from conf.settings.eagle import (
     Divergence,
-    EagleConfig,
-    EagleForm,
     EagleRun,
-    PEagleConfig,
     PEagleRun,
-    StepNormalizer,
     TokenNormalizer,
 )
 from conf.settings.measure import SpeedupRun
@@ -81,31 +73,12 @@ MOST_WAITS = 2
 """Waits of an optimizer step: one to see if all was finite, one for the figures to show."""
 Settings = dict[str, Any]
 
-EAGLE_1 = EagleConfig(
-    form=EagleForm.eagle1, num_steps=1, token_normalizer=TokenNormalizer.supervised,
-    divergence_weight=0.1, regression_weight=1.0, noise=0.2,
-)  # fmt: skip
-HASS = replace(
-    EAGLE_1, num_steps=3, step_decay=1.0, step_normalizer=StepNormalizer.mean,
-    detach_features=True, top_k_weight=1.0,
-)  # fmt: skip
-EAGLE_3 = EagleConfig(num_steps=3, draft_vocab_size=120)
-EAGLE_3_1 = replace(EAGLE_3, fc_norm=True, norm_output=True, divergence=Divergence.hybrid)
-BLOCK: Settings = {
-    "num_layers": 2, "block_size": 4, "num_features": 2, "num_anchors": 12,
-    "divergence_weight": 1.0,
+EAGLE_1: Settings = {
+    "num_steps": 1, "token_normalizer": TokenNormalizer.supervised, "divergence_weight": 0.1,
+    "noise": 0.2,
 }  # fmt: skip
-# All ids: of two that are as likely in bfloat16, either may be the last of a few.
-SELECTOR: Settings = {"selector_rank": 8, "selector_top_k": 300}
-RNN: Settings = {
-    "markov_head_type": Markov.rnn, "markov_rank": 8, "own_output_head": True,
-    "draft_vocab_size": 120,
-}  # fmt: skip
-BEHIND: Settings = {
-    "num_layers": 2, "num_steps": 4, "layers": [1, 2, 3], "draft_vocab_size": 120,
-    "num_anchors": 20,
-}  # fmt: skip
-SOFT = MedusaConfig(num_heads=3, labels=Labels.soft)
+REDUCED: Settings = {"draft_vocab_size": 120}
+BLOCK: Settings = {"mask_token_id": None, "num_anchors": 12}
 ADAPTED = Medusa2Run(
     head=MedusaConfig(num_heads=2),
     adapter=AdapterConfig(rank=4, alpha=8, dropout=0.0),
@@ -113,17 +86,24 @@ ADAPTED = Medusa2Run(
 )
 HEADS_OF: dict[str, tuple[Callable[[Any], None], Any]] = {
     "medusa": (medusa.main, MedusaRun(head=MedusaConfig(num_heads=3))),
-    "medusa, soft labels": (medusa.main, MedusaRun(head=SOFT)),
+    "medusa, soft labels": (
+        medusa.main, MedusaRun(head=MedusaConfig(num_heads=3, labels=Labels.soft)),
+    ),
     "medusa-2": (medusa2.main, ADAPTED),
-    "eagle-1": (eagle.main, EagleRun(head=EAGLE_1)),
-    "hass": (eagle.main, EagleRun(head=HASS)),
-    "eagle-3": (eagle.main, EagleRun(head=EAGLE_3)),
-    "eagle-3.1": (eagle.main, EagleRun(head=EAGLE_3_1)),
-    "dflash": (dflash.main, DFlashRun(head=DFlashConfig(**BLOCK, causal=True, window=20))),
-    "dflash-2": (dflash2.main, DFlash2Run(head=DFlash2Config(**BLOCK, **SELECTOR))),
-    "dspark": (dspark.main, DSparkRun(head=DSparkConfig(**BLOCK, **RNN))),
-    "p-eagle": (peagle.main, PEagleRun(head=PEagleConfig(**BEHIND))),
-}
+    "eagle-1": (eagle.main, EagleRun(head=settings_of("eagle1", **EAGLE_1))),
+    "eagle-3": (eagle.main, EagleRun(head=settings_of("eagle3", **REDUCED))),
+    "eagle-3.1": (
+        eagle.main,
+        EagleRun(head=settings_of("eagle3.1", **REDUCED, divergence=Divergence.hybrid)),
+    ),
+    "dflash": (dflash.main, DFlashRun(head=settings_of("dflash, causal in a window", **BLOCK))),
+    # All ids: of two that are as likely in bfloat16, either may be the last of a few.
+    "dflash-2": (
+        dflash2.main, DFlash2Run(head=settings_of("dflash2", **BLOCK, selector_top_k=300)),
+    ),
+    "dspark": (dspark.main, DSparkRun(head=settings_of("dspark, rnn", **BLOCK, **REDUCED))),
+    "p-eagle": (peagle.main, PEagleRun(head=settings_of("peagle", **BLOCK, **REDUCED))),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +226,8 @@ FAMILIES = ("gpt_oss", "qwen3_moe", "lfm2", "qwen3_next")
 HALF: Settings = {"dtype": Dtype.bfloat16}
 SPREAD: Settings = {"device_map": "auto"}
 STORED: Settings = {"path": None, "dtype": Dtype.auto}
-# Heads, of a target on the device that may differ, from a store or not. HASS steps as EAGLE-1 does,
-# and what DFlash has of its own DFlash-2 and DSpark have too; Medusa-2 is Medusa with an adapted
-# target.
+# Heads, of a target on the device that may differ, from a store or not. What DFlash has of its own
+# DFlash-2 and DSpark have too; Medusa-2 is Medusa with an adapted target.
 ALONE = ("medusa", "eagle-3.1", "dspark", "p-eagle")
 OFTEN = [
     *((name, {}, None) for name in ALONE),
