@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -463,39 +463,21 @@ def test_a_compiled_target_needs_room_for_what_is_drafted(
 # --- Attention while texts are decoded: which kernels, in which shapes; what timing it launches.
 
 
-class Attended(NamedTuple):
-    """An attention kernel that has run.
+def noted_calls(patch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
+    """Calls of attention kernels: name, arguments and options."""
+    calls: list[tuple[str, Any, Any]] = []
 
-    Attributes:
-        name: of the operator.
-        shapes: of the tensors that it was given.
-        divided: whether PyTorch's flash kernel divides keys among blocks, as far as it is asked.
-    """
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    divided: bool
-
-
-class Shapes:
-    """Shapes of the attention kernels that have run."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.found: set[Attended] = set()
-        for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
-            kernel = getattr(torch.ops.aten, name).default
-            patch.setitem(kernels.KERNELS, kernel, self._noted(name, kernels.KERNELS[kernel]))
-
-    def _noted(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
-            shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
-            divided = "flash" in name and (
-                args[5], options["window_size_left"], options["window_size_right"]
-            ) == (1, -1, -1)  # fmt: skip
-            self.found.add(Attended(name, shapes, divided))
+            calls.append((name, args, options))
             return kernel(*args, **options)
 
         return run
+
+    for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
+        operator = getattr(torch.ops.aten, name).default
+        patch.setitem(kernels.KERNELS, operator, noted(name, kernels.KERNELS[operator]))
+    return calls
 
 
 @pytest.mark.parametrize(("name", "num_nodes"), [("vanilla", 0), ("recycling", 7)])
@@ -504,7 +486,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", 32)
     monkeypatch.setattr(attention, "LONG", 0)
-    shapes = Shapes(monkeypatch)
+    calls = noted_calls(monkeypatch)
     target = random_target("cuda")
     target.model.to(torch.bfloat16)
     target.model.generation_config.eos_token_id = []
@@ -515,14 +497,23 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
         steps = batch.stream_tokens()
         for _ in range(3):
             next(steps)
-        shapes.found.clear()
+        calls.clear()
         with counted() as counts:
             for _ in steps:
                 pass
-        assert 0 < len(shapes.found) <= 8
-        biases = [each.shapes[-1] for each in shapes.found if "efficient" in each.name]
-        assert {bias[-1] for bias in biases} == ({num_nodes} if num_nodes else set())
-        assert all(each.divided for each in shapes.found if "flash" in each.name)
+        shapes = {
+            (kernel, *(tuple(each.shape) for each in args if isinstance(each, Tensor)))
+            for kernel, args, _ in calls
+        }
+        assert 0 < len(shapes) <= 8
+        biases = {args[3].shape[-1] for kernel, args, _ in calls if "efficient" in kernel}
+        assert biases == ({num_nodes} if num_nodes else set())
+        # One query without a window: PyTorch's flash kernel divides its keys among blocks.
+        sides = ("window_size_left", "window_size_right")
+        of_flash = [
+            (args[5], *map(more.get, sides)) for kernel, args, more in calls if "flash" in kernel
+        ]
+        assert set(of_flash) <= {(1, -1, -1)}
         assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
         texts.append([each.token_ids for each in batch.generations])
     assert texts[0] == texts[1]

@@ -30,7 +30,7 @@ from eval.measure import engine_answers as engines
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_target, load_target_tokenizer
 from tests.servers import EngineServer, relaying, serving
-from tests.train.runs import ONE, TWO, arguments, kill_at
+from tests.train.runs import ONE, TWO, arguments, curve, kill_at
 from tests.train.runs import trained as launched
 from train import dflash, eagle, medusa
 from train.loop import evaluation as replay
@@ -107,11 +107,6 @@ def served(inputs: Path, folder: Path, kind: str) -> EngineServer:
     return serving(target, folder, sorted({*LAYERS[kind], NUM_LAYERS}))
 
 
-def last(out_dir: Path, name: str) -> float:
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return next(line[name] for line in lines[::-1] if name in line)
-
-
 def test_heads_learn_the_same_from_engines(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,11 +122,12 @@ def test_heads_learn_the_same_from_engines(
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
     for name in ("eval/loss", "eval/tau"):
-        assert last(tmp_path / "served", name) == pytest.approx(last(tmp_path / "here", name), 1e-4)
+        found, expected = (curve(tmp_path / way, name) for way in ("served", "here"))
+        assert found == pytest.approx(expected, 1e-4)
     assert all(list(each.folder.iterdir()) == [] for each in servers)
     assert min(len(each.bodies) for each in servers) > 5
     assert "training waits for hidden states" in capsys.readouterr().out
-    assert 0 <= last(tmp_path / "served", "train/waiting") <= 1
+    assert 0 <= curve(tmp_path / "served", "train/waiting")[-1] <= 1
     about = json.loads((tmp_path / "served/head/headsmith.json").read_text())["about_head"]
     assert f"target.engine={urls[0]}: log-probabilities 0.0000 nats" in "".join(about)
 

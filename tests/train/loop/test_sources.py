@@ -278,12 +278,8 @@ def curve(config: MedusaRun | EagleRun) -> list[float]:
         num_replay_prompts=1, learning_rate=1e-2,
     )  # fmt: skip
     entry.main(config)
-    lines = (Path(config.out_dir) / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [
-        *(line.get("train/loss", line.get("eval/loss")) for line in found),
-        found[-1]["eval/tau"],
-    ]
+    names = ("train/loss", "eval/loss", "eval/tau")
+    return [value for name in names for value in column(Path(config.out_dir), name)]
 
 
 def from_store(run: Any, store: Path, out_dir: Path) -> list[float]:
