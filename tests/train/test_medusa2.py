@@ -150,21 +150,6 @@ def test_soft_labels_are_the_targets_own_without_the_adapter() -> None:
     torch.testing.assert_close(found, kl_div(q, p, log_target=True, reduction="sum").detach())
 
 
-def test_an_untrained_adapter_has_nothing_to_unlearn() -> None:
-    objective = objective_of(random_target(), changed=False, target_loss=TargetLoss.self)
-    objective.start_step(2)
-    assert objective(batch(), UNIT).terms[0, 0].abs() < 1e-5
-
-
-def test_switched_off_the_target_is_what_it_was() -> None:
-    target, bare = random_target(), random_target()
-    adapter = objective_of(target).head.adapter
-    expected = bare.encode_text(TEXT).hidden_states
-    with adapter.pause_adapter():
-        assert target.encode_text(TEXT).hidden_states.equal(expected)
-    assert not target.encode_text(TEXT).hidden_states.allclose(expected, atol=1e-2)
-
-
 def learnt(objective: Medusa2Objective, step: int) -> dict[str, bool]:
     """Which parts get a gradient in a step."""
     scale = objective.start_step(step)

@@ -324,13 +324,6 @@ def test_what_a_disk_refuses_leaves_nothing_half_written(
     assert list(Path(str(config.prepared_dir)).rglob("*.tmp")) == []
 
 
-def test_a_folder_that_cannot_be_written(config: DataConfig, tmp_path: Path) -> None:
-    (tmp_path / "taken").touch()
-    config = replace(config, prepared_dir=str(tmp_path / "taken"))
-    with pytest.raises(InputError, match=r"data.prepared_dir=.*/taken: cannot hold the prepared"):
-        opened(config)
-
-
 def test_it_lies_in_the_cache_unless_told(config: DataConfig, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADSMITH_CACHE", str(tmp_path / "cache"))
     assert opened(replace(config, prepared_dir=None)).folder.parent == tmp_path / "cache/prepared"

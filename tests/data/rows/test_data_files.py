@@ -251,23 +251,9 @@ def test_a_damaged_saved_dataset(tmp_path):
         load_records(str(tmp_path))
 
 
-def test_tables_fill_no_fields_in(tmp_path):
-    """In a table every object has the fields of all others, empty."""
-    calls = [
-        [{"function": {"name": name, "arguments": arguments}}]
-        for name, arguments in (("add", {"a": 1}), ("find", {"text": "x"}))
-    ]
-    rows = [{"messages": [CHAT[0], {"role": "assistant", "tool_calls": c}]} for c in calls]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    found = load_records(str(tmp_path / "a.parquet")).records
-    arguments = [r.messages[1]["tool_calls"][0]["function"]["arguments"] for r in found]
-    assert arguments == [{"a": 1}, {"text": "x"}]
-    assert [record.unread_fields for record in found] == [(), ()]
-
-
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "pandas.jsonl", "a.json", "a.arrow"])
 def test_a_table_has_the_same_text_in_every_kind_of_file(tmp_path, name):
-    """JSON lines that were written from a table name the fields that an object lacks."""
+    """In a table every object has the fields of all others, empty; so have JSON lines of one."""
     tools = [{"name": name, "parameters": {"properties": {name: {"type": "string"}}}}
              for name in ("add", "find")]  # fmt: skip
     calls = [[{"name": name, "arguments": {name: "x"}}] for name in ("add", "find")]
@@ -294,6 +280,7 @@ def test_a_table_has_the_same_text_in_every_kind_of_file(tmp_path, name):
         {"add": "x"}, {"find": "x"},
     ]  # fmt: skip
     assert first.tools == second.tools == [{"type": "function", "function": t} for t in tools]
+    assert (first.unread_fields, second.unread_fields) == ((), ())
 
 
 def test_arguments_written_as_json_keep_their_nulls(tmp_path):

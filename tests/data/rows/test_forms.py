@@ -575,7 +575,7 @@ def test_an_error_goes_from_one_process_to_another():
     assert str(error) == "field 'text': found 3 (int); allowed: a string"
 
 
-# --- Rows of popular datasets, toolkits and benchmarks with the fields of their cards, and readings.
+# --- Rows of popular datasets, toolkits and benchmarks, and what is read of them.
 #
 # They lie in `schemas.jsonl`. A reading is the texts of a row's messages in order; learnt texts
 # stand in [[ ]]. A row is read so, or refused by the name of a field, or of no known form. Rows of

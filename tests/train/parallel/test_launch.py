@@ -200,21 +200,14 @@ def with_fault(name: str, words: list[str]) -> list[str]:
     return [str(ROOT / "tests/launched_fault.py"), name, *words[1:]]
 
 
-@pytest.mark.parametrize(
-    ("fault", "process"),
-    [
-        pytest.param("first-cannot-measure", 0, marks=pytest.mark.slow),
-        ("second-cannot-measure", 1),
-    ],
-)
 def test_an_evaluation_that_fails_in_one_process_stops_none(
-    straight: Straight, inputs: Path, tmp_path: Path, fault: str, process: int
+    straight: Straight, inputs: Path, tmp_path: Path
 ) -> None:
-    command = [*ONE, *with_fault(fault, arguments(inputs, tmp_path / "out"))]
+    command = [*ONE, *with_fault("second-cannot-measure", arguments(inputs, tmp_path / "out"))]
     processes = commands.run_two(command, tmp_path, ENV)
     assert [done.returncode for done in processes] == [0, 0], processes
     said = "".join(done.stdout + done.stderr for done in processes)
-    assert said.count(f"the evaluation failed in process {process}, training goes on") == 2
+    assert said.count("the evaluation failed in process 1, training goes on") == 2
     assert "RuntimeError: tensors on two devices" in said
     assert "its last evaluation failed" in said
     assert curve(tmp_path / "out", "eval/loss") == []
@@ -236,10 +229,8 @@ LAYOUTS = {
     "peagle": "ddp zero2",
     "mtp of MiMoForCausalLM": "fsdp2 zero3",
     "mtp of DeepseekV3ForCausalLM": "ddp",
-    "medusa, rollouts": "fsdp2",
     "eagle3, rollouts": "zero2",
     "dspark, rollouts": "ddp",
-    "eagle3 of gpt_oss": "ddp",
     "eagle3 of qwen3_next": "ddp",
 }
 """Each kind in some, each layout with several."""
