@@ -31,7 +31,7 @@ from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import DecodingBatch, Generation, NoDraft, Request, decode_many
 from eval.tune import step_costs
 from heads.decoding import cache as tree_cache
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.draft_head import DraftHead
@@ -362,28 +362,6 @@ def test_a_captured_pass_is_one_launch_beside_what_the_host_drafts() -> None:
     assert len(alone) > len(found) / 2
     for each in alone:
         assert (each.num_up, each.num_down, each.num_waits) == (1, 1, 1), str(each)
-
-
-class Keeping(PromptLookup):
-    """Keeps what it has seen, as a head does while others draft."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.kept: list[tuple[list[Tensor], list[Any]]] = []
-
-    def observe(self, seen: CommittedTokens) -> None:
-        tensors = [seen.tokens, seen.counts, seen.output.hidden_states]
-        self.kept.append((tensors, [each.tolist() for each in tensors]))
-        super().observe(seen)
-
-
-def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
-    target, drafter = random_target("cuda"), Keeping()
-    target.model.generation_config.eos_token_id = []
-    PassBatch(target, lambda _: drafter, [Request(prompts()[0] * 2)], 40, 1).decode_all()
-    assert len(drafter.kept) > 10
-    for tensors, values in drafter.kept:
-        assert [each.tolist() for each in tensors] == values
 
 
 # --- Slots that captured passes keep for drafts: as many as are drafted.

@@ -56,15 +56,10 @@ from heads.decoding.drafting import Drafter
 from heads.decoding.tree import DynamicShape, make_static_tree
 from heads.eagle.network import EagleDrafter
 from heads.medusa import MedusaDrafter
-from heads.target_model.embeddings_and_output_head import Projection
 from heads.target_model.load import load_target
 from scripts.capture import capture
 from train import dflash, dflash2, dspark, eagle, medusa, medusa2, peagle
-from train.batch.batch import SortedIndices
 from train.loop import evaluation, loop, sources
-from train.loss.fused_linear import Student, compute_fused_loss
-from train.loss.teachers import build_text_teacher
-from train.medusa import text_criterion
 from train.objective import Objective
 
 NUM_STEPS = 3
@@ -298,23 +293,6 @@ def test_gradients_in_bfloat16_are_those_in_float32(
     found = gradients(lambda: on_cuda(run_of(name, inputs, tmp_path / "cuda", **once)))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine - theirs).norm() <= 0.05 * theirs.norm()
-
-
-def test_a_total_that_is_scaled_is_refused_without_a_wait() -> None:
-    def total() -> Tensor:
-        labels = torch.arange(3)
-        hidden, weight = torch.randn(3, 4, device="cuda"), torch.randn(5, 4, device="cuda")
-        rows = SortedIndices(labels, labels.to("cuda"))
-        scales = torch.ones(3, device="cuda")
-        part = Student(hidden, Projection(weight.requires_grad_()), rows, scales)
-        return compute_fused_loss([part], build_text_teacher(labels.to("cuda")), text_criterion)[0]
-
-    right, wrong = total(), total() * 0.5
-    with counted() as counts:
-        right.backward()
-    assert counts.num_waits == 0
-    with pytest.raises(RuntimeError, match="a total must be run backward once and unscaled"):
-        wrong.backward()
 
 
 # --- Stores, and a target over two devices.

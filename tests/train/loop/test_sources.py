@@ -469,38 +469,24 @@ def test_a_head_from_a_store_knows_the_target_that_was_captured(
     assert format_target_change("head.path", str(found), None, identity) is None
 
 
-def other_target(run: MedusaRun, inputs: Path, _folder: Path) -> None:
-    run.target.path = str(inputs / "changed")
-
-
-def other_dtype(run: MedusaRun, _inputs: Path, _folder: Path) -> None:
-    run.target.dtype = Dtype.bfloat16
-
-
-def other_row(run: MedusaRun, _inputs: Path, folder: Path) -> None:
-    """Some of the last, each as long as it was."""
-    text = Path(str(run.data.path)).read_text()
-    middle = len(text) // 2
-    run.data.path = str(folder / "chat.jsonl")
-    (folder / "chat.jsonl").write_text(text[:middle] + text[middle:].replace("than", "thin"))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (other_target, r"target\.weights was \w{12}, is \w{12}\. Continue"),
-        (other_dtype, r"target\.dtype was 'float32', is 'bfloat16'\. Continue"),
-        (other_row, r"data\.checksum was '\w{16}', is '\w{16}'\. Continue"),
-    ],
-)
 def test_a_run_goes_on_with_the_target_and_the_data_that_it_began_with(
-    inputs: Path, head: Path, tmp_path: Path, change: Any, says: str
+    inputs: Path, head: Path, tmp_path: Path
 ) -> None:
-    again = run_of(inputs, tmp_path / "out")
-    again.train.resume = str(head / "checkpoints/step-000001")
-    change(again, inputs, tmp_path)
-    with pytest.raises(InputError, match=says):
-        medusa.main(again)
+    text = (inputs / "chat.jsonl").read_text()
+    middle = len(text) // 2
+    # Some of the last rows are others, each as long as it was.
+    rows = text[:middle] + text[middle:].replace("than", "thin")
+    (tmp_path / "chat.jsonl").write_text(rows)
+    for group, name, value, says in (
+        ("target", "path", inputs / "changed", r"target\.weights was \w{12}, is \w{12}\."),
+        ("target", "dtype", Dtype.bfloat16, r"target\.dtype was 'float32', is 'bfloat16'\."),
+        ("data", "path", tmp_path / "chat.jsonl", r"data\.checksum was '\w{16}', is '\w{16}'\."),
+    ):
+        again = run_of(inputs, tmp_path / "out")
+        again.train.resume = str(head / "checkpoints/step-000001")
+        setattr(getattr(again, group), name, str(value) if name == "path" else value)
+        with pytest.raises(InputError, match=f"{says} Continue"):
+            medusa.main(again)
 
 
 def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: Path) -> None:
