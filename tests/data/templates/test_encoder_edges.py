@@ -349,6 +349,7 @@ def test_what_begins_and_ends_any_text_stands_there_once() -> None:
     for given, added in (("<s>Hi", "<s>Hi"), ("Hi", "<s>Hi"), ("<s><s>Hi", "<s><s>Hi")):
         (sample,) = RecordEncoder(tokenizer).encode_record(Record(None, given, "here"))
         assert tokenizer.decode(sample.input_ids) == added
+        assert all(sample.loss_mask)
     tokenizer.backend_tokenizer.post_processor = both
     (sample,) = RecordEncoder(tokenizer).encode_record(Record(None, "<s>Hi</s>", "here"))
     assert tokenizer.decode(sample.input_ids) == "<s>Hi</s>"

@@ -71,7 +71,7 @@ def test_a_run_says_what_it_does_and_where_its_head_is_from(
     out_dir = straight()
     said = (out_dir.parent / "said").read_text()
     assert "1 process(es), cpu, 1 thread(s) each; the head goes to" in said
-    assert "target: scaled_dot_product_attention, document by document\n" in said
+    assert "target: scaled_dot_product_attention, document by document" in said
     assert "verdict: " in said[said.index("head saved to") : said.index("next, measure")]
     assert f"eval/acceptance.py head.path={out_dir}/head target.path={inputs}/target" in said
     origin = json.loads((out_dir / "head/headsmith.json").read_text())
