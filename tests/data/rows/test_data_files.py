@@ -1,4 +1,4 @@
-"""Kinds of files and folders, and the rows that are read of them."""
+"""Kinds of files and folders, the rows that are read of them, and benchmarks as published."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""Epochs, batches in tokens and `auto` rates, once data and head are known."""
+"""Epochs, batches in tokens, `auto` rates and compiling, once data and head are known."""
 
 import math
 import warnings

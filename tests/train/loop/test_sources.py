@@ -1,4 +1,4 @@
-"""Training from a feature store: what fits it, and what comes out of it."""
+"""Training from a feature store, and heads that go on: what fits, and what comes out of it."""
 
 import json
 import re
