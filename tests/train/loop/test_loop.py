@@ -1,4 +1,4 @@
-"""The loop in one process, on a toy objective: order, stopping, resuming, refusals, trackers, tau."""
+"""The loop in one process, on a toy objective: order, stopping, resuming, trackers, tau."""
 
 import json
 import os
