@@ -75,7 +75,6 @@ FAULTS = {
     "data-slow-on-second": lambda: slow(sources, "prepare_datasets", 1),
     "first-measures-long": lambda: slow(evaluation.Replay, "__call__", 0),
     "first-saves-long": lambda: slow(loop.checkpoint, "save_checkpoint", 0),
-    "first-cannot-measure": lambda: failing(evaluation.Replay, "__call__", 0),
     "second-cannot-measure": lambda: failing(evaluation, "_add_sums", 1),
 }
 

@@ -83,6 +83,11 @@ class Family:
     """Special tokens swallow the white space after them (Phi-3)."""
 
 
+def load_template(name: str) -> str:
+    """A template that is of no family."""
+    return (FOLDER.parent / f"{name}.jinja").read_text().removesuffix("\n")
+
+
 def load_families() -> dict[str, Family]:
     families: dict[str, Family] = {}
     sections = tomllib.loads((FOLDER / "families.toml").read_text())
@@ -103,23 +108,12 @@ def load_families() -> dict[str, Family]:
 
 
 FAMILIES = load_families()
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = load_template("chatml")
 REFUSE = "{% if m.content == 'refuse me' %}{{ raise_exception('refused') }}{% endif %}"
 REFUSING = CHATML.replace("%}", "%}" + REFUSE, 1)
 # `{% generation %}` marks what others learn; here it is around the header, and not the end.
-TAGGED = (
-    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ '<|assistant|>\n' + m.content }}{% endgeneration %}{{ '<|end|>\n' }}"
-    "{% else %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-NO_SPECIAL = (
-    "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}"
-)
+TAGGED = load_template("tagged")
+NO_SPECIAL = load_template("no_special")
 HEADER = "<|im_start|>assistant\n"
 HI = f"<|im_start|>user\nHi<|im_end|>\n{HEADER}"
 """A question and the prompt for its answer, in ChatML."""

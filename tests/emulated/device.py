@@ -139,9 +139,6 @@ class Counts:
         """Copies from a device."""
         return sum(n for (kind, _), n in self.copies.items() if kind == DOWN)
 
-    def copy(self) -> "Counts":
-        return Counts(self.operations.copy(), self.waits.copy(), self.copies.copy())
-
     def __sub__(self, earlier: "Counts") -> "Counts":
         return Counts(
             self.operations - earlier.operations,

@@ -10,7 +10,7 @@ Not seen: what a compiler fuses, caches of the device, and operations whose numb
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -72,16 +72,8 @@ class Meter:
     attended: Counter[tuple[Any, ...]] = field(default_factory=Counter)
 
     def __sub__(self, earlier: "Meter") -> "Meter":
-        return Meter(
-            self.gpu,
-            self.num_launches - earlier.num_launches,
-            self.num_kernels - earlier.num_kernels,
-            self.bytes - earlier.bytes,
-            self.flops - earlier.flops,
-            self.device_s - earlier.device_s,
-            self.product_s - earlier.product_s,
-            self.attended - earlier.attended,
-        )
+        names = [each.name for each in fields(self) if each.name != "gpu"]
+        return Meter(self.gpu, *(getattr(self, name) - getattr(earlier, name) for name in names))
 
     def take(self, func: Any, args: Any, options: Any, found: Any) -> None:
         """An operation that has run."""

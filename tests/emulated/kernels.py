@@ -94,7 +94,7 @@ def efficient_attention_backward(  # noqa: PLR0917
 def _gradients(
     grad: Tensor, heads: tuple[Tensor, ...], weights: Tensor, out: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value [B, Q, ., d] in float32; `weights` are [B, Q, M, N]."""
+    """Gradients of query, key and value [..., ., d] in float32; `weights` are [..., M, N]."""
     query, key, value = (each.float() for each in heads)
     d_out = grad.float()
     inner = (d_out * out.float()).sum(-1, keepdim=True)
@@ -282,14 +282,10 @@ def flash_attention_backward(  # noqa: PLR0917
     for rows, columns in texts:
         scores = _text_scores(query[rows], key[columns], window, scale)
         weights = (scores - log_norm[:, rows].unsqueeze(-1)).exp().nan_to_num()
-        d_out, given = (each[rows].transpose(0, 1).float() for each in (grad, out))
-        inner = (d_out * given).sum(-1, keepdim=True)
-        d_scores = d_out @ _spread(value[columns], query).mT - inner
-        d_scores = d_scores * weights * _scale(query, scale)
-        found = d_scores @ _spread(key[columns], query)
-        d_query[rows] = found.transpose(0, 1).to(query.dtype)
-        queries = query[rows].transpose(0, 1).float()
-        parts = (d_scores.mT @ queries, weights.mT @ d_out)
+        d_out, queries, given = (each[rows].transpose(0, 1) for each in (grad, query, out))
+        heads = (queries, *(_spread(each[columns], query) for each in (key, value)))
+        of_query, *parts = _gradients(d_out, heads, weights, given, scale)
+        d_query[rows] = of_query.transpose(0, 1).to(query.dtype)
         for whole, part in zip(d_text, parts, strict=True):
             # The kernel gives each query head's part, rounded; PyTorch sums a group's.
             of_heads = part.to(query.dtype).unflatten(0, (key.shape[1], -1))
@@ -381,20 +377,6 @@ def product(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return left.to(out_dtype) @ right.to(out_dtype)
 
 
-def sum_of_product(
-    whole: Tensor,
-    left: Tensor,
-    right: Tensor,
-    out_dtype: torch.dtype,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:
-    """`addmm` that is not rounded to the dtype of its operands."""
-    check(whole.dtype in (left.dtype, out_dtype), "self must have the input dtype or out_dtype")
-    return beta * whole.to(out_dtype) + alpha * product(left, right, out_dtype)
-
-
 def rms_norm(states: Tensor, shape: list[int], weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Normed states, and what each row [..., 1] was scaled by."""
     check(shape == [states.shape[-1]], "norms of more than one dimension are not emulated")
@@ -426,17 +408,6 @@ def histogram(numbers: Tensor, bins: int = 100, least: float = 0, most: float = 
     return torch.histc(numbers.float(), bins, least, most).to(numbers.dtype)
 
 
-def _into(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Writes the result into a given tensor."""
-
-    def run(*args: Any, out: Tensor, **options: Any) -> Tensor:
-        found = kernel(*args, **options)
-        check(out.dtype == found.dtype, "out_dtype must be the dtype of the provided out tensor")
-        return out.copy_(found)
-
-    return run
-
-
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention.default: cudnn_attention,
     aten._scaled_dot_product_flash_attention.default: flash_of_heads,
@@ -449,9 +420,6 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm_backward.default: rms_norm_backward,
     aten.histc.default: histogram,
     aten.mm.dtype: product,
-    aten.mm.dtype_out: _into(product),
-    aten.addmm.dtype: sum_of_product,
-    aten.addmm.dtype_out: _into(sum_of_product),
 }
 
 
@@ -477,9 +445,6 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: lambda given: torch.zeros((), dtype=given.dtype).item(),
     aten.equal.default: lambda *_args: True,
     aten.mm.dtype: product,
-    aten.mm.dtype_out: _into(product),
-    aten.addmm.dtype: sum_of_product,
-    aten.addmm.dtype_out: _into(sum_of_product),
     aten._fused_rms_norm.default: rms_norm,
     aten._fused_rms_norm_backward.default: rms_norm_backward,
 }

@@ -1,7 +1,7 @@
 """Predicted times of a step on an H100, by arithmetic.
 
-`python tests/emulated/predict_gpu.py [--names medusa ...] [--targets 8b 70b]` runs training steps
-of every kind of head and decoding steps on a device without numbers. That needs a C++ compiler, but
+`python tests/emulated/predict_gpu.py` runs training steps of every kind of head and decoding steps,
+all at 8B sizes, on a device without numbers. That needs a C++ compiler, but
 no GPU. Each operation that our code dispatches costs 5 microseconds of the host (a captured step is
 one operation). On the device it costs 2 microseconds, or the time of its bytes at 3.35 TB/s or of
 its products at 990 TFLOP/s if longer. A step takes as long as the slower of host and device. This
@@ -22,6 +22,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -35,17 +36,6 @@ import eval.decode.cuda_graphs
 from conf.settings.medusa import Medusa2Run
 from conf.settings.training import TrainConfig
 from eval.decode.cuda_graphs import GraphDecoder
-from eval.decode.drafters.draft_model import DraftModel
-from eval.decode.drafters.lookahead import Lookahead
-from eval.decode.drafters.lookup import (
-    NgramModel,
-    PromptLookup,
-    Recycling,
-    SuccessorTable,
-    build_recycling_tree,
-)
-from eval.decode.drafters.self_speculation import SelfDraft
-from eval.decode.drafters.suffix import SuffixDrafter, SuffixTree
 from eval.decode.engine import NoDraft, Request
 from eval.measure.results import build_markdown_table
 from heads.decoding.drafting import Drafter
@@ -66,10 +56,7 @@ from train.medusa2 import AdaptedMedusa, Medusa2Objective
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_S, PEAK_FLOPS = 5e-6, 990e12
-TARGETS = {
-    "8b": {"hidden": 4096, "layers": 32, "vocab": 128256},
-    "70b": {"hidden": 8192, "layers": 80, "vocab": 128256},
-}
+TARGET = {"hidden": 4096, "layers": 32, "vocab": 128256}
 TRAINING = {"length": 4096, "batch_size": 2, "micro_batch_size": 1}
 DECODING = {"length": 2048}
 SHORTER, LONGER = 6, 10
@@ -82,27 +69,12 @@ DECODED = (
     ("dflash", "tree"),
 )  # fmt: skip
 RECIPES = ("medusa", "medusa2", *sorted(file.stem for file in (ROOT / "conf/head").glob("*.yaml")))
-ALIKE = ("medusa2", "hass", "eagle3_1")
-"""Heads that draft like `medusa`, `eagle1` and `eagle3`."""
-OTHERS: dict[str, Callable[[Target, dict[str, Any]], Callable[[list[int]], Drafter]]] = {
-    "prompt_lookup": lambda *_: lambda _: PromptLookup(4),
-    "ngram": lambda *_: lambda _: NgramModel(4),
-    "suffix": lambda *_: lambda _: SuffixDrafter(SuffixTree(8)),
-    "recycling": lambda *_: lambda _: Recycling(SuccessorTable(), build_recycling_tree(60)),
-    "lookahead": lambda *_: lambda _: Lookahead(),
-    "early_exit": lambda target, _: self_draft(target, slice(target.num_layers // 2, None)),
-    "skip_layers": lambda target, _: self_draft(target, slice(1, None, 2)),
-    # Half the target's layers and half its width.
-    "draft_model": lambda _, job: lambda seeds: DraftModel(
-        make_target({**job, "hidden": job["hidden"] // 2, "layers": job["layers"] // 2}),
-        Tree.make_chain(4), GREEDY, seeds,
-    ),
-}  # fmt: skip
-"""Drafting without a head."""
+DRAFTING = [name for name in RECIPES if name not in ("medusa2", "hass", "eagle3_1")]
+"""The others draft like `medusa`, `eagle1` and `eagle3`."""
 
 # A job has `hidden`, `layers`, `vocab`, `length` (tokens of a sequence, or of the text that is
-# answered), for training `batch_size` and `micro_batch_size`, and `name` of a recipe or of a way to
-# draft (`none` drafts nothing).
+# answered), for training `batch_size` and `micro_batch_size`, and `name` of a recipe (`none` drafts
+# nothing).
 
 
 def trained(job: dict[str, Any]) -> Row:
@@ -186,20 +158,12 @@ def drafter_of(job: dict[str, Any], shape: str, target: Target) -> Callable[[lis
     """What makes the drafter of a job."""
     if job["name"] == "none":
         return lambda _: NoDraft()
-    if job["name"] in OTHERS:
-        return OTHERS[job["name"]](target, job)
     vocab = DraftVocab.from_counts(torch.arange(target.vocab_size), DRAFT_VOCAB, [])
     head = make_untrained_head(job["name"], target, vocab)
     head.attach(target, target.dtype).eval()
     chain = Tree.make_chain(head.default_depth)
     drafts = chain if shape == "chain" else head.make_default_shape(gpu=True)
     return lambda seeds: head.make_drafter(drafts, GREEDY, seeds)
-
-
-def self_draft(target: Target, skip: slice) -> Callable[[list[int]], Drafter]:
-    """A target that drafts without some of its layers."""
-    layers = tuple(range(target.num_layers)[skip])
-    return lambda seeds: SelfDraft(target, layers, 4, seeds=seeds)
 
 
 def make_target(job: dict[str, Any]) -> Target:
@@ -231,17 +195,10 @@ def step_seconds(step: Row) -> float:
     return max(LAUNCH_S * step["num_launches"], step["device_s"])
 
 
-def draft_shapes(name: str) -> tuple[str, ...]:
-    """Shapes of the drafts of a method; one without a head has one."""
-    if name in ALIKE:
-        return ()
-    return ("chain",) if name in OTHERS else ("chain", "tree")
-
-
-def training_row(target: str, name: str) -> dict[str, float]:
+def training_row(name: str) -> dict[str, float]:
     """A training step of a recipe, by the columns of the table."""
     print(f"{name}, train", file=sys.stderr, flush=True)
-    step = trained({"name": name, **TARGETS[target], **TRAINING})
+    step = trained({"name": name, **TARGET, **TRAINING})
     seconds = step_seconds(step)
     return {
         "launches": step["num_launches"], "waits": step["num_waits"],
@@ -252,10 +209,10 @@ def training_row(target: str, name: str) -> dict[str, float]:
     }  # fmt: skip
 
 
-def decoding_row(target: str, name: str, shape: str, plain_ms: float = 0.0) -> dict[str, float]:
+def decoding_row(name: str, shape: str, plain_ms: float = 0.0) -> dict[str, float]:
     """A decoding step by the columns of the table, beside one that drafts nothing."""
     print(f"{name}, {shape}", file=sys.stderr, flush=True)
-    step = decoded({"name": name, **TARGETS[target], **DECODING}, shape)
+    step = decoded({"name": name, **TARGET, **DECODING}, shape)
     ms = 1000 * step_seconds(step)
     return {
         "launches": step["num_launches"], "waits": step["num_waits"],
@@ -267,13 +224,12 @@ def decoding_row(target: str, name: str, shape: str, plain_ms: float = 0.0) -> d
 def save_predictions() -> None:
     """Writes what `scripts/bench/gpu.py` shows of its stages that run at 8B sizes."""
     stages: dict[str, dict[str, float]] = {
-        f"train {name}": {"tokens/s": round(training_row("8b", name)["tokens/s"])}
-        for name in TRAINED
+        f"train {name}": {"tokens/s": round(training_row(name)["tokens/s"])} for name in TRAINED
     }
-    plain_ms = decoding_row("8b", "none", "chain")["ms"]
+    plain_ms = decoding_row("none", "chain")["ms"]
     stages["decode"] = {"ms per token, captured": round(plain_ms, 2)}
     for name, shape in DECODED:
-        cost = decoding_row("8b", name, shape, plain_ms)["over a plain step"]
+        cost = decoding_row(name, shape, plain_ms)["over a plain step"]
         stages["decode"][f"speed-up / tau, {name} {shape}"] = round(1 / cost, 2)
     PREDICTIONS_FILE.write_text(json.dumps(stages, indent=1) + "\n")
     print(f"{PREDICTIONS_FILE.read_text()}written to {PREDICTIONS_FILE}")
@@ -289,9 +245,6 @@ def print_table(title: str, steps: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     """Prints the tables, or writes the predictions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    known = (*RECIPES, *OTHERS)
-    parser.add_argument("--names", nargs="+", default=list(known), choices=known)
-    parser.add_argument("--targets", nargs="+", default=["8b"], choices=tuple(TARGETS))
     parser.add_argument(
         "--save", action="store_true", help=f"write {PREDICTIONS_FILE.name} and no table"
     )
@@ -310,17 +263,14 @@ def main() -> None:
         if options.save:
             save_predictions()
             return
-        for target in options.targets:
-            steps = {n: training_row(target, n) for n in options.names if n in RECIPES}
-            if steps:
-                print_table(f"Training beside a {target} target, 2 x 4,096 tokens a step", steps)
-            steps = {"none": decoding_row(target, "none", "chain")}
-            steps |= {
-                f"{name} {shape}": decoding_row(target, name, shape, steps["none"]["ms"])
-                for name in options.names
-                for shape in draft_shapes(name)
-            }
-            print_table(f"A captured step of one text behind 2,048 tokens, {target} target", steps)
+        steps = {name: training_row(name) for name in RECIPES}
+        print_table("Training, 2 x 4,096 tokens a step", steps)
+        steps = {"none": decoding_row("none", "chain")}
+        steps |= {
+            f"{name} {shape}": decoding_row(name, shape, steps["none"]["ms"])
+            for name, shape in product(DRAFTING, ("chain", "tree"))
+        }
+        print_table("A captured step of one text behind 2,048 tokens", steps)
 
 
 if __name__ == "__main__":

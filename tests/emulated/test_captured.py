@@ -2,15 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from emulated import graphs, kernels
-from emulated.device import Counts, counted, off
-from emulated.test_decoding import KINDS, NUM_TOKENS, random_target
+from emulated.device import counted, off
+from emulated.test_decoding import KINDS, NUM_TOKENS, counted_steps, random_target
 from feature_heads import feature_head, fresh, settings_of
 from torch import Tensor
 from toys import texts
@@ -31,7 +31,7 @@ from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
 from eval.decode.engine import DecodingBatch, Generation, NoDraft, Request, decode_many
 from eval.tune import step_costs
 from heads.decoding import cache as tree_cache
-from heads.decoding.drafting import PAD, CommittedTokens, Draft, Drafter, Roots
+from heads.decoding.drafting import PAD, Draft, Drafter, Roots
 from heads.decoding.sampling import GREEDY, Sampling, Typical, drafter_seeds
 from heads.decoding.tree import DynamicShape, Tree
 from heads.draft_head import DraftHead
@@ -40,18 +40,8 @@ from heads.target_model.model import Target
 
 LENGTHS = [7, 4, 5, 12, 4]
 WITHOUT_HEADS = ("vanilla", "medusa_chain", "medusa_tree", "recycling", "early_exit", "skip_layers")
-EAGLE: dict[str, Any] = {"layers": [0, 1, 2], "fc_norm": True}
 FEATURES: dict[str, Any] = {"layers": [0, 1], "num_layers": 1}
 SHAPE = DynamicShape(3, 3, 8)
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """A drafter whose head has learnt: only then does it show in steps what it drafts from."""
-
-    trained: Callable[[Target], DraftHead]
-    fresh: Callable[[Target], DraftHead]
-    drafter: Callable[[Any, Sampling, list[int]], Drafter]
 
 
 def chain(head: Any, how: Sampling, seeds: list[int]) -> Drafter:
@@ -62,23 +52,16 @@ def tree(head: Any, _how: Sampling, _seeds: list[int]) -> Drafter:
     return head.drafter(head, SHAPE)
 
 
-def learnt(name: str, drafter: Callable[..., Drafter], **settings: Any) -> Learnt:
-    return Learnt(
-        lambda target: feature_head(target, name, 40, 5, **settings),
-        lambda target: fresh(target, settings_of(name, **settings)),
-        drafter,
-    )
-
-
-LEARNT = {
-    "eagle_chain, EAGLE-1": learnt("eagle1", chain),
-    "eagle_tree, EAGLE-3": learnt("eagle3", tree, **EAGLE),
-    "dflash_tree": learnt("dflash", tree, **FEATURES),
-    "dflash2_chain": learnt("dflash2", chain, **FEATURES),
-    "dspark_chain": learnt("dspark, rnn", chain, **FEATURES),
-    "peagle_chain": learnt("peagle", chain, **FEATURES),
-    "peagle_tree": learnt("peagle", tree, **FEATURES),
+LEARNT: dict[str, tuple[str, Callable[..., Drafter], dict[str, Any]]] = {
+    "eagle_chain, EAGLE-1": ("eagle1", chain, {}),
+    "eagle_tree, EAGLE-3": ("eagle3", tree, {"layers": [0, 1, 2], "fc_norm": True}),
+    "dflash_tree": ("dflash", tree, FEATURES),
+    "dflash2_chain": ("dflash2", chain, FEATURES),
+    "dspark_chain": ("dspark, rnn", chain, FEATURES),
+    "peagle_chain": ("peagle", chain, FEATURES),
+    "peagle_tree": ("peagle", tree, FEATURES),
 }
+"""Kind, drafter and settings of heads that learn: only then steps show what they draft from."""
 STATIC = [*WITHOUT_HEADS, *LEARNT]
 
 
@@ -97,7 +80,8 @@ def on_cpu(name: str) -> tuple[Target, DraftHead]:
     """A target and what has learnt from it."""
     target = random_target("cpu")
     target.model.generation_config.eos_token_id = []
-    return target, LEARNT[name].trained(target)
+    kind, _, settings = LEARNT[name]
+    return target, feature_head(target, kind, 40, 5, **settings)
 
 
 def prepared(
@@ -110,12 +94,12 @@ def prepared(
     target = random_target(device)
     if name not in LEARNT:
         return target, lambda seeds: KINDS[name].make(target, how, drafter_seeds(seeds))
-    learnt = LEARNT[name]
+    kind, drafter, settings = LEARNT[name]
     with off():
         weights = on_cpu(name)[1].state_dict()
-    head = learnt.fresh(target)
+    head = fresh(target, settings_of(kind, **settings))
     head.load_state_dict({key: each.to(device) for key, each in weights.items()})
-    return target, lambda seeds: learnt.drafter(head.eval(), how, drafter_seeds(seeds))
+    return target, lambda seeds: drafter(head.eval(), how, drafter_seeds(seeds))
 
 
 def decoded(
@@ -217,15 +201,10 @@ def test_a_step_is_one_launch_and_one_copy_and_waits_for_the_one_before(
     target.model.generation_config.eos_token_id = []
     requests = list(map(Request, prompts()[:2]))
     batch = captured.StepBatch(target, make, requests, 60, 2, how)
-    found: list[Counts] = []
     steps = batch.stream_tokens()
     # Of the first step the host learns when the second is under way.
     assert [len(next(steps)) for _ in range(3)] == [2, 0, 2]
-    while True:
-        with counted() as counts:
-            if next(steps, None) is None:
-                break
-        found.append(counts)
+    found = [counts for _, counts in counted_steps(steps)]
     alone = [each for each in found if each.operations == {"graph": 1, "copy_": 1}]
     assert len(alone) > len(found) / 2
     for each in alone:
@@ -306,28 +285,20 @@ def test_who_stops_a_capture_stops_it_whole() -> None:
 def test_what_cannot_be_captured_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
-    [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17])], 9, 1)
-    for make, capture, told in (
-        (NoDraft, True, "step"), (NoDraft, False, "no: cuda_graphs=false"),
-        (Asking, True, "permitted"), (lambda: PromptLookup(4), True, "verify pass"),
+    for make, capture, told, how in (
+        (NoDraft, True, "step", GREEDY), (NoDraft, True, "step", SAMPLED),
+        (NoDraft, False, "no: cuda_graphs=false", GREEDY), (Asking, True, "permitted", GREEDY),
+        (lambda: PromptLookup(4), True, "verify pass", GREEDY),
     ):  # fmt: skip
-        run = PromptDecoder(target, lambda _, make=make: make(), 9, GREEDY, capture)
+        [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17], 3)], 9, 1, how)
+        run = PromptDecoder(target, lambda _, make=make: make(), 9, how, capture)
         for _ in range(2):
-            [found] = run([[5, 17]], [0], 1)
+            [found] = run([[5, 17]], [3], 1)
             assert found.token_ids == expected.token_ids
             assert (found.times.step > 0) == (told == "step")
             assert told in ("step", "verify pass") or not found.times.num_captures
         assert told in run.settings["captured"]
         assert ("cannot capture" in capsys.readouterr().err) == (make is Asking)
-
-
-def test_a_method_that_samples_is_captured() -> None:
-    target = random_target("cuda")
-    target.model.generation_config.eos_token_id = []
-    [expected] = decode_many(target, lambda _: NoDraft(), [Request([5, 17], 3)], 9, 1, SAMPLED)
-    [found] = PromptDecoder(target, lambda _: NoDraft(), 9, SAMPLED, True)([[5, 17]], [3], 1)
-    assert found.token_ids == expected.token_ids
-    assert found.times.step > 0
 
 
 @pytest.mark.parametrize("make", [NoDraft, lambda: PromptLookup(4)], ids=["step", "pass"])
@@ -386,38 +357,11 @@ def test_a_captured_pass_is_one_launch_beside_what_the_host_drafts() -> None:
     target = random_target("cuda")
     target.model.generation_config.eos_token_id = []
     batch = PassBatch(target, lambda _: PromptLookup(4), [Request(prompts()[0] * 2)], 60, 1)
-    steps, found = batch.stream_tokens(), []
-    while True:
-        with counted() as counts:
-            if next(steps, None) is None:
-                break
-        found.append(counts)
+    found = [counts for _, counts in counted_steps(batch.stream_tokens())]
     alone = [each for each in found if each.operations["graph"] and each.operations.total() < 20]
     assert len(alone) > len(found) / 2
     for each in alone:
         assert (each.num_up, each.num_down, each.num_waits) == (1, 1, 1), str(each)
-
-
-class Keeping(PromptLookup):
-    """Keeps what it has seen, as a head does while others draft."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.kept: list[tuple[list[Tensor], list[Any]]] = []
-
-    def observe(self, seen: CommittedTokens) -> None:
-        tensors = [seen.tokens, seen.counts, seen.output.hidden_states]
-        self.kept.append((tensors, [each.tolist() for each in tensors]))
-        super().observe(seen)
-
-
-def test_what_a_drafter_has_seen_of_a_pass_is_not_written_over() -> None:
-    target, drafter = random_target("cuda"), Keeping()
-    target.model.generation_config.eos_token_id = []
-    PassBatch(target, lambda _: drafter, [Request(prompts()[0] * 2)], 40, 1).decode_all()
-    assert len(drafter.kept) > 10
-    for tensors, values in drafter.kept:
-        assert [each.tolist() for each in tensors] == values
 
 
 # --- Slots that captured passes keep for drafts: as many as are drafted.
@@ -497,39 +441,21 @@ def test_a_compiled_target_needs_room_for_what_is_drafted(
 # --- Attention while texts are decoded: which kernels, in which shapes; what timing it launches.
 
 
-class Attended(NamedTuple):
-    """An attention kernel that has run.
+def noted_calls(patch: pytest.MonkeyPatch) -> list[tuple[str, Any, Any]]:
+    """Calls of attention kernels: name, arguments and options."""
+    calls: list[tuple[str, Any, Any]] = []
 
-    Attributes:
-        name: of the operator.
-        shapes: of the tensors that it was given.
-        divided: whether PyTorch's flash kernel divides keys among blocks, as far as it is asked.
-    """
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    divided: bool
-
-
-class Shapes:
-    """Shapes of the attention kernels that have run."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.found: set[Attended] = set()
-        for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
-            kernel = getattr(torch.ops.aten, name).default
-            patch.setitem(kernels.KERNELS, kernel, self._noted(name, kernels.KERNELS[kernel]))
-
-    def _noted(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
-            shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
-            divided = "flash" in name and (
-                args[5], options["window_size_left"], options["window_size_right"]
-            ) == (1, -1, -1)  # fmt: skip
-            self.found.add(Attended(name, shapes, divided))
+            calls.append((name, args, options))
             return kernel(*args, **options)
 
         return run
+
+    for name in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
+        operator = getattr(torch.ops.aten, name).default
+        patch.setitem(kernels.KERNELS, operator, noted(name, kernels.KERNELS[operator]))
+    return calls
 
 
 @pytest.mark.parametrize(("name", "num_nodes"), [("vanilla", 0), ("recycling", 7)])
@@ -538,7 +464,7 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
 ) -> None:
     monkeypatch.setattr(captured, "WIDTH", 32)
     monkeypatch.setattr(attention, "LONG", 0)
-    shapes = Shapes(monkeypatch)
+    calls = noted_calls(monkeypatch)
     target = random_target("cuda")
     target.model.to(torch.bfloat16)
     target.model.generation_config.eos_token_id = []
@@ -549,14 +475,23 @@ def test_halves_attend_without_masks_over_their_texts_in_few_shapes(
         steps = batch.stream_tokens()
         for _ in range(3):
             next(steps)
-        shapes.found.clear()
+        calls.clear()
         with counted() as counts:
             for _ in steps:
                 pass
-        assert 0 < len(shapes.found) <= 8
-        biases = [each.shapes[-1] for each in shapes.found if "efficient" in each.name]
-        assert {bias[-1] for bias in biases} == ({num_nodes} if num_nodes else set())
-        assert all(each.divided for each in shapes.found if "flash" in each.name)
+        shapes = {
+            (kernel, *(tuple(each.shape) for each in args if isinstance(each, Tensor)))
+            for kernel, args, _ in calls
+        }
+        assert 0 < len(shapes) <= 8
+        biases = {args[3].shape[-1] for kernel, args, _ in calls if "efficient" in kernel}
+        assert biases == ({num_nodes} if num_nodes else set())
+        # One query without a window: PyTorch's flash kernel divides its keys among blocks.
+        sides = ("window_size_left", "window_size_right")
+        of_flash = [
+            (args[5], *map(more.get, sides)) for kernel, args, more in calls if "flash" in kernel
+        ]
+        assert set(of_flash) <= {(1, -1, -1)}
         assert not {"constant_pad_nd", "scatter"} & counts.operations.keys()
         texts.append([each.token_ids for each in batch.generations])
     assert texts[0] == texts[1]

@@ -1,6 +1,6 @@
 """Decoding on an emulated GPU: texts are those of the CPU; what a step copies, and its waits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import pairwise
@@ -28,7 +28,7 @@ from eval.decode.drafters.lookup import (
 )
 from eval.decode.drafters.self_speculation import SelfDraft
 from eval.decode.drafters.suffix import HybridDrafter, SuffixDrafter, SuffixTree
-from eval.decode.engine import NoDraft, Request, decode_many
+from eval.decode.engine import NewTokens, NoDraft, Request, decode_many
 from eval.preflight_checks import list_methods
 from heads.decoding.drafting import Drafter
 from heads.decoding.sampling import GREEDY, Sampling, Typical
@@ -157,29 +157,40 @@ KINDS = {
 }
 
 
-def decoded(
-    device: str, kind: Kind, how: Sampling, stops: list[int]
-) -> tuple[list[list[int]], list[tuple[Counts, bool]]]:
+def counted_steps(steps: Iterator[NewTokens]) -> Iterator[tuple[NewTokens, Counts]]:
+    """The new tokens of each step, and what was counted in it."""
+    while True:
+        with counted() as counts:
+            new = next(steps, None)
+        if new is None:
+            return
+        yield new, counts
+
+
+def followed(steps: Iterator[NewTokens]) -> tuple[list[list[int]], list[tuple[Counts, bool]]]:
     """Texts; what was counted in each step, and whether it began with as many texts as the last.
 
     Not in the first, which makes what lasts, nor in the last, which stops the clock.
     """
-    target = random_target(device)
-    target.model.generation_config.eos_token_id = stops
-    how = replace(how, typical=kind.typical)
     texts: list[list[int]] = [[] for _ in PROMPTS]
-    steps = stream(target, kind.make(target, how, [7, 8, 9]), PROMPTS, NUM_TOKENS, how, SEEDS)
     counts, num_alive = [], [len(PROMPTS)]
-    while True:
-        with counted() as of_step:
-            new = next(steps, None)
-        if new is None:
-            steady = [now == before for before, now in pairwise(num_alive)]
-            return texts, list(zip(counts, steady, strict=True))[2:-1]
+    for new, of_step in counted_steps(steps):
         counts.append(of_step)
         num_alive.append(len(new))
         for text, tokens in new.items():
             texts[text] += tokens
+    steady = [now == before for before, now in pairwise(num_alive)]
+    return texts, list(zip(counts, steady, strict=True))[2:-1]
+
+
+def decoded(
+    device: str, kind: Kind, how: Sampling, stops: list[int]
+) -> tuple[list[list[int]], list[tuple[Counts, bool]]]:
+    target = random_target(device)
+    target.model.generation_config.eos_token_id = stops
+    how = replace(how, typical=kind.typical)
+    drafter = kind.make(target, how, [7, 8, 9])
+    return followed(stream(target, drafter, PROMPTS, NUM_TOKENS, how, SEEDS))
 
 
 # How others go besides is as these go.
@@ -279,32 +290,20 @@ def test_reading_documents_waits_for_nothing(target_of: Callable[[str], Target])
     assert counts.num_waits == 0, str(counts)
 
 
-def decoded_by(device: str, drafter: Drafter) -> tuple[list[list[int]], list[Counts]]:
-    target = recurrent_of(device)
-    target.model.generation_config.eos_token_id = []
-    texts: list[list[int]] = [[] for _ in PROMPTS]
-    prompts = [[token % 90 for token in ids] for ids in PROMPTS]
-    steps, found = stream(target, drafter, prompts, 8, GREEDY, [3, 4, 5]), []
-    while True:
-        with counted() as counts:
-            new = next(steps, None)
-        if new is None:
-            return texts, found[2:-1]
-        found.append(counts)
-        for text, tokens in new.items():
-            texts[text] += tokens
-
-
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_step_waits_for_its_tree_and_for_what_is_kept(tree: bool) -> None:
-    def drafter() -> Any:
-        return Recycling(SuccessorTable(), tree_of([0, 0, 1, 1])) if tree else NoDraft()
+    def decoded_on(device: str) -> tuple[list[list[int]], list[tuple[Counts, bool]]]:
+        target = recurrent_of(device)
+        target.model.generation_config.eos_token_id = []
+        drafter = Recycling(SuccessorTable(), tree_of([0, 0, 1, 1])) if tree else NoDraft()
+        prompts = [[token % 90 for token in ids] for ids in PROMPTS]
+        return followed(stream(target, drafter, prompts, 8, GREEDY, SEEDS))
 
     with off():
-        expected, _ = decoded_by("cpu", drafter())
-    texts, steps = decoded_by("cuda", drafter())
+        expected, _ = decoded_on("cpu")
+    texts, steps = decoded_on("cuda")
     assert texts == expected
-    for counts in steps:
+    for counts, _ in steps:
         assert counts.num_waits <= 1 + tree, str(counts)
 
 

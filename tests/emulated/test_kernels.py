@@ -81,50 +81,6 @@ def test_what_the_host_waits_for(number: int, act: Callable[[Tensor, Tensor], An
     assert counts.num_waits == number, str(counts)
 
 
-def test_a_generator_of_the_device_draws_on() -> None:
-    draws = []
-    for device in ("cpu", CUDA):
-        generator = torch.Generator(device).manual_seed(7)
-        assert generator.device == torch.device(device)
-        for _ in range(2):
-            draws.append(torch.rand(3, generator=generator, device=device).tolist())
-    assert draws[0] == draws[2] != draws[1] == draws[3]
-
-
-def test_moving_a_module_keeps_tied_parameters_tied() -> None:
-    module = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    module[1].weight = module[0].weight
-    weights = module[0].weight.tolist()
-    module.to(CUDA)
-    assert module[0].weight.tolist() == weights
-    assert module[0].weight is module[1].weight
-    assert module[0].weight.device == CUDA
-
-
-OF_BACKENDS = {
-    "flash": ({}, "_scaled_dot_product_flash_attention"),
-    "a mask": ({"mask": True}, "_scaled_dot_product_efficient_attention"),
-    "float32": ({"dtype": torch.float32}, "_scaled_dot_product_efficient_attention"),
-    "causal, a square": ({"causal": True}, "_scaled_dot_product_flash_attention"),
-    "causal, others": ({"causal": True, "keys": 5}, "_scaled_dot_product_efficient_attention"),
-    "grouped": ({"kv_heads": 2}, "_scaled_dot_product_flash_attention"),
-    "grouped, a mask": ({"kv_heads": 2, "mask": True}, "bmm"),
-}
-
-
-@pytest.mark.parametrize(("given", "kernel"), OF_BACKENDS.values(), ids=list(OF_BACKENDS))
-def test_the_kernel_that_a_gpu_takes(given: dict[str, Any], kernel: str) -> None:
-    dtype, kv_heads = given.get("dtype", torch.bfloat16), given.get("kv_heads", 4)
-    query = drawn(1, 4, 9, 16, dtype=dtype)
-    key = drawn(1, kv_heads, given.get("keys", 9), 16, dtype=dtype)
-    options: dict[str, Any] = {"is_causal": given.get("causal", False), "enable_gqa": kv_heads < 4}
-    if given.get("mask"):
-        options["attn_mask"] = torch.zeros(1, 4, 9, 16, dtype=dtype, device=CUDA)[..., :9]
-    with counted() as counts:
-        functional.scaled_dot_product_attention(query, key, key, **options)
-    assert counts.operations[kernel] >= 1
-
-
 def test_cudnn_s_attention_is_refused() -> None:
     query = drawn(1, 4, 9, 16, dtype=torch.bfloat16)
     with (
@@ -132,20 +88,6 @@ def test_cudnn_s_attention_is_refused() -> None:
         pytest.raises(KernelError, match=r"cuDNN's attention was chosen: \(1, 4, 9, 16\)"),
     ):
         functional.scaled_dot_product_attention(query, query, query)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_of_heads_and_its_gradients(causal: bool) -> None:
-    found = []
-    for device in ("cpu", CUDA):
-        shapes = [(1, 4, 9, 16), (2, 2, 9, 16), (3, 2, 9, 16)]
-        heads = [drawn(*s).to(device, torch.bfloat16)[:1] for s in shapes]
-        heads = [(each if device == CUDA else each.float()).requires_grad_() for each in heads]
-        out = functional.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)
-        out.backward(drawn(1, 4, 9, 16).to(device, out.dtype))
-        found.append([out.detach(), *(each.grad for each in heads)])
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(theirs.cpu().float(), mine, atol=3e-2, rtol=3e-2)
 
 
 def efficient(query: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -241,50 +183,6 @@ def test_tokens_behind_texts_whose_lengths_the_device_knows(
     for drafted in DRAFTS:
         mine, theirs = found["cpu", drafted], found[CUDA, drafted].cpu().float()
         torch.testing.assert_close(theirs, mine, atol=2e-3, rtol=2e-3)
-
-
-def test_products_of_halves_in_float32() -> None:
-    left, right = drawn(3, 64, dtype=torch.bfloat16), drawn(64, 5, dtype=torch.bfloat16)
-    exact = left.cpu().float() @ right.cpu().float()
-    assert torch.equal(torch.mm(left, right, out_dtype=torch.float32).cpu(), exact)
-    whole = drawn(3, 5)
-    summed = whole.cpu() + exact
-    torch.addmm(whole, left, right, out_dtype=torch.float32, out=whole)
-    torch.testing.assert_close(whole.cpu(), summed)
-    with pytest.raises(KernelError, match="out_dtype"):
-        torch.mm(left.float(), right.float(), out_dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_and_gates_are_one_kernel_each_way(dtype: torch.dtype) -> None:
-    gradients = []
-    for device in ("cpu", CUDA):
-        leaves = [drawn(7, 16), drawn(16)]
-        leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
-        with counted() as counts:
-            normed = functional.rms_norm(leaves[0], (16,), leaves[1], 1e-5)
-            functional.silu(normed).backward(drawn(7, 16).to(device, dtype))
-        gradients.append([normed.detach(), *(each.grad for each in leaves)])
-    names = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu", "silu_backward")
-    assert [counts.operations[name] for name in names] == [1] * 4
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(
-            theirs.cpu(), mine, atol=1e-5 if dtype is torch.float32 else 5e-2, rtol=1e-2
-        )
-    with pytest.raises(KernelError, match="same dtype"):
-        aten._fused_rms_norm(drawn(7, 16), [16], drawn(16).bfloat16(), 1e-5)
-
-
-def test_fused_adamw_wants_its_steps_on_the_device() -> None:
-    parameters = [drawn(3).requires_grad_(), drawn(3).cpu().requires_grad_()]
-    optimizers = [torch.optim.AdamW([each], lr=0.1, fused=True) for each in parameters]
-    for each, optimizer in zip(parameters, optimizers, strict=True):
-        each.grad = torch.ones_like(each)
-        optimizer.step()
-    assert parameters[0].tolist() == parameters[1].tolist()
-    optimizers[0].state[parameters[0]]["step"] = torch.tensor(1.0)
-    with pytest.raises(MixedDevicesError):
-        optimizers[0].step()
 
 
 # --- The attention of block drafters: what is launched, in which shapes, and the numbers.

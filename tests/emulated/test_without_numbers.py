@@ -16,24 +16,18 @@ from emulated.test_training import MOST_WAITS
 TOY = {"hidden": 128, "layers": 4, "vocab": 300, "length": 128, "batch_size": 2}
 
 
-def test_a_product_is_metered_by_its_bytes_and_operations() -> None:
+def test_a_product_takes_as_long_as_its_operations_and_at_least_as_a_kernel() -> None:
     with hollow(), metered() as meter:
         left = torch.empty(3, 4, device="cuda", dtype=torch.bfloat16)
         right = torch.empty(5, 4, device="cuda", dtype=torch.bfloat16)
         left @ right.T
     assert (meter.num_launches, meter.flops, meter.bytes) == (1, 2 * 3 * 4 * 5, 2 * (12 + 20 + 15))
     assert meter.device_s == meter.product_s == H100.kernel_s
-
-
-@pytest.mark.parametrize(
-    ("dtype", "seconds"),
-    [(torch.bfloat16, 2 * 8192**3 / 990e12), (torch.float32, 2 * 8192**3 / 67e12)],
-)
-def test_a_large_one_takes_as_long_as_its_operations(dtype: torch.dtype, seconds: float) -> None:
-    with hollow(), metered() as meter:
-        square = torch.empty(8192, 8192, device="cuda", dtype=dtype)
-        square @ square
-    assert meter.device_s == pytest.approx(seconds)
+    for dtype, flops_per_s in ((torch.bfloat16, 990e12), (torch.float32, 67e12)):
+        with hollow(), metered() as meter:
+            square = torch.empty(8192, 8192, device="cuda", dtype=dtype)
+            square @ square
+        assert meter.device_s == pytest.approx(2 * 8192**3 / flops_per_s)
 
 
 def test_rows_that_are_looked_up_are_the_ones_that_move() -> None:
@@ -67,7 +61,7 @@ def test_a_step_launches_as_much_as_where_there_are_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_what_the_benchmark_shows_is_what_would_be_predicted(name: str) -> None:
-    sizes = predict_gpu.TARGETS["8b"] | predict_gpu.TRAINING
+    sizes = predict_gpu.TARGET | predict_gpu.TRAINING
     found = predict_gpu.trained({**sizes, "name": name})
     speed = found["num_tokens"] / predict_gpu.step_seconds(found)
     shown = json.loads(predict_gpu.PREDICTIONS_FILE.read_text())[f"train {name}"]["tokens/s"]
@@ -83,18 +77,11 @@ def test_training_meets_few_shapes(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        (name, shape)
-        for name in ("none", *predict_gpu.RECIPES, *predict_gpu.OTHERS)
-        for shape in predict_gpu.draft_shapes(name)
-    ],
-)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("name", ["none", *predict_gpu.DRAFTING])
 def test_captured_decoding_meets_few_shapes(name: str, shape: str) -> None:
     found = predict_gpu.decoded({**TOY, "length": 2048, "name": name}, shape)
-    num_readers = 2 if name == "draft_model" else 1
-    assert found["num_shapes"] <= 8 + 4 * num_readers  # of a prompt, 512 tokens at a time
+    assert found["num_shapes"] <= 12  # of a prompt, 512 tokens at a time
 
 
 def test_a_captured_step_is_one_launch_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,7 @@ ONE = [sys.executable]
 LAUNCH = [*ONE, "-m", "accelerate.commands.launch"]
 TWO = [*LAUNCH, "--config_file", str(ROOT / "conf/accelerate/cpu2.yaml")]
 WORDS = ("the cat sat on a mat and saw two birds near one old tree").split()  # noqa: SIM905
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }} <end>{% endgeneration %}"
-    "{% else %}{{ m['content'] }} <end>{% endif %} {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
+TEMPLATE = Path(__file__).with_name("words.jinja").read_text()
 # Another number of steps would be another run under a schedule that ends with them.
 ENDLESS = ("train.max_steps=400", "train.save_steps=1000", "train.schedule=constant")
 KEEP_ALL = "train.num_checkpoints=10"

@@ -17,17 +17,16 @@ from conf.errors import InputError
 from conf.settings.blocks import BlockConfig, DFlash2Run
 from conf.settings.export import ExportFormat
 from eval.parity.parity_check import check_parity
-from heads.blocks.block_head import default_layers
+from heads.blocks.block_head import BlockHead, default_layers
 from heads.export.writer import compute_reference_tensors, export_head
 from heads.feature_head import choose_mask_token
-from heads.target_model.embeddings_and_output_head import Projection
 from heads.target_model.model import Target
 from train import dflash2
 from train.batch.batch import (
     NOISE_SEEDS,
     STEP_TARGETS,
     SUPERVISION,
-    SortedIndices,
+    Batch,
     StepTargets,
     add_supervision,
     map_tensors,
@@ -38,10 +37,6 @@ from train.block_objective import (
     compute_slot_weights,
     draw_anchors,
 )
-from train.loss import fused_linear as fused
-from train.loss.fused_linear import LowRank, Student, compute_fused_loss
-from train.loss.teachers import build_text_teacher
-from train.medusa import text_criterion
 
 
 @pytest.fixture(scope="module")
@@ -121,94 +116,72 @@ def test_what_python_looks_into_stays_when_a_wrapper_moves_a_batch(target: Targe
         assert answers.host.equal(whole[STEP_TARGETS].matched_rows.teacher_rows.host)
 
 
-def random(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (0.5, 3.0)])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_low_rank_addition_behind_scale_and_cap(
-    scale: float, cap: float | None, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 11 * rows)
-    monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * 11 * 4)
-    hidden, weight = random(9, 6, seed=0), random(11, 6, seed=1)
-    states, more = random(9, 2, seed=2), random(11, 2, seed=3)
-    leaves = [each.requires_grad_() for each in (hidden, weight, states, more)]
-    labels = torch.randint(11, (9,), generator=torch.Generator().manual_seed(4))
-    scales = random(9, seed=5)
-    indices = SortedIndices(torch.arange(9), torch.arange(9))
-    part = Student(
-        hidden, Projection(weight, None, scale, cap), indices, scales, LowRank(states, more)
-    )
-    total, (found,) = compute_fused_loss([part], build_text_teacher(labels), text_criterion)
-    total.backward()
-    mine = [each.grad.clone() for each in leaves]
-    logits = scale * (hidden @ weight.T)
-    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) + states @ more.T
-    loss = F.cross_entropy(logits, labels, reduction="none")
-    torch.testing.assert_close(found[0], loss.detach())
-    theirs = torch.autograd.grad((scales * loss).sum(), leaves)
-    for each, expected in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(each, expected)
-
-
-def naive(objective: Any, batch: Any, outputs: Tensor, scale: Tensor) -> tuple[Tensor, list[float]]:
-    """The total, slot by slot and anchor by anchor, with all logits there are; learnt drafts."""
+def naive(objective: Any, batch: Batch, scale: Tensor) -> tuple[Tensor, list[float]]:
+    """The total, anchor by anchor and slot by slot, with all logits there are; learnt drafts."""
     head, config, target = objective.head, objective.config, objective.target
-    ids, unrolled = batch["input_ids"].flatten(), batch[STEP_TARGETS]
-    last = batch["hidden_states"].flatten(0, 1)
+    ids = batch["input_ids"].flatten()
     learnt = [set(rows.output_indices.tolist()) for rows in batch[SUPERVISION].depths]
-    said = (target.compute_logits(last) / config.teacher_temperature).softmax(-1)
-    total, counts = torch.zeros(()), [0.0] * outputs.shape[1]
-    for number, anchor in enumerate(unrolled.anchors.tolist()):
-        state = None
-        for slot in range(outputs.shape[1]):
-            slot_output = outputs[number, slot][None]
-            before = ids[anchor + 1 + slot : anchor + 2 + slot]
-            if anchor not in learnt[1 + slot]:
-                continue
-            logits, state = head.compute_slot_logits(
-                head.compute_logits(slot_output), slot_output, before, state
-            )
-            log_q = logits[0].log_softmax(-1)
-            place = anchor + 1 + slot
-            p = said[place][head.vocab.ids]
-            loss = config.divergence_weight * (p / p.sum() * ((p / p.sum()).log() - log_q)).sum()
-            label = head.vocab.to_draft_ids(ids[place + 1][None])[0]
-            if label >= 0:
-                loss = loss - config.text_weight * log_q[label]
-            if getattr(head, "confidence_head", None) is not None:
-                alpha = torch.minimum(log_q.exp(), p).sum().detach()
-                sure = head.compute_confidence(slot_output, before)[0]
-                loss = loss + F.binary_cross_entropy_with_logits(sure, alpha)
-            # Of the tokens that it does not see; those in no loss mask were given to the target.
-            between = [n for n in range(anchor + 1, place) if n in learnt[0]]
-            strays = sum(int(said[n].argmax() != ids[n + 1]) for n in between)
-            share = config.off_path_weight**strays
-            if share >= 0.05:
-                counts[slot] += 1
-                total = total + scale[slot] * share * loss
+    heat = config.teacher_temperature if objective.training else 1.0
+    said = (target.compute_logits(batch["hidden_states"].flatten(0, 1)) / heat).softmax(-1)
+    total, counts, state = torch.zeros(()), [0.0] * len(scale), None
+    for (anchor, slot), slot_output in sorted(outputs_of(objective, batch).items()):
+        if anchor not in learnt[1 + slot]:
+            continue
+        before = ids[anchor + 1 + slot : anchor + 2 + slot]
+        logits = head.compute_logits(slot_output)
+        if isinstance(head, BlockHead):
+            state = state if slot else None
+            logits, state = head.compute_slot_logits(logits, slot_output, before, state)
+        log_q = logits[0].log_softmax(-1)
+        place = anchor + 1 + slot
+        p = said[place][head.vocab.ids]
+        loss = config.divergence_weight * (p / p.sum() * ((p / p.sum()).log() - log_q)).sum()
+        label = head.vocab.to_draft_ids(ids[place + 1][None])[0]
+        if label >= 0:
+            loss = loss - config.text_weight * log_q[label]
+        if getattr(head, "confidence_head", None) is not None:
+            alpha = torch.minimum(log_q.exp(), p).sum().detach()
+            sure = head.compute_confidence(slot_output, before)[0]
+            loss = loss + F.binary_cross_entropy_with_logits(sure, alpha)
+        # Of the tokens that it does not see; those in no loss mask were given to the target.
+        between = [n for n in range(anchor + 1, place) if n in learnt[0]]
+        strays = sum(int(said[n].argmax() != ids[n + 1]) for n in between)
+        share = config.off_path_weight**strays if objective.training else 1.0
+        if share >= 0.05:
+            counts[slot] += 1
+            total = total + scale[slot] * share * loss
     return total, counts
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash, reduced", "dspark", "dspark, rnn"])
+def outputs_of(objective: Any, batch: Batch) -> dict[tuple[int, int], Tensor]:
+    """[1, H] by anchor and slot."""
+    outputs, unrolled = objective.compute_outputs(batch), batch[STEP_TARGETS]
+    if isinstance(objective.head, BlockHead):
+        places = [(n, slot) for n in range(len(outputs)) for slot in range(outputs.shape[1])]
+        anchors = unrolled.anchors.tolist()
+        return {(anchors[n], slot): outputs[n, slot][None] for n, slot in places}
+    rows = torch.cat(outputs)[unrolled.matched_rows.output_indices]
+    places = zip(unrolled.row_anchors.tolist(), unrolled.row_steps.tolist(), strict=True)
+    return dict(zip(places, rows[:, None], strict=True))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash, reduced", "dspark", "dspark, rnn", "peagle"])
 def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(target: Target, name: str) -> None:
-    config = settings_of(name, off_path_weight=0.2, teacher_temperature=0.8, num_anchors=7)
+    more = {"draft_vocab_size": None} if name == "peagle" else {}
+    config = settings_of(name, off_path_weight=0.2, teacher_temperature=0.8, num_anchors=7, **more)
     objective = objective_of(fresh(target, config), target, config)
     documents = texts(target, 2, 12)
     for place, token in ((8, 40), (9, 41), (10, 42)):  # that the target would not have said
         documents[0][place] = documents[1][place] = token
     batch = {**packed(documents), NOISE_SEEDS: (5,)}
     batch = objective.prepare_batch(objective.index_training_batch(batch))
-    assert len(batch[STEP_TARGETS].anchors) == 7
+    assert len(batch[STEP_TARGETS].anchors) == 7 or name == "peagle"
     scale = torch.rand(len(objective.term_weights), generator=torch.Generator().manual_seed(0))
     sums = objective(batch, scale)
     sums.total.backward()
     trained = {n: p for n, p in objective.head.named_parameters() if p.requires_grad}
     mine = {name: each.grad.clone() for name, each in trained.items()}
-    expected, counts = naive(objective, batch, objective.compute_outputs(batch), scale)
+    expected, counts = naive(objective, batch, scale)
     torch.testing.assert_close(sums.total, expected, rtol=1e-4, atol=1e-4)
     theirs = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
     for (each, found), given in zip(mine.items(), theirs, strict=True):
@@ -216,19 +189,27 @@ def test_the_loss_is_the_sum_over_slots_of_drawn_blocks(target: Target, name: st
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=each)
     assert sums.terms[1].tolist() == counts
     assert sum(counts) < objective.compute_divisors(batch).sum()
+    found = objective.eval()(batch, scale).total
+    torch.testing.assert_close(found, naive(objective, batch, scale)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_has_other_anchors_and_a_stop_the_same(target: Target) -> None:
-    config = settings_of("dflash", num_anchors=3)
+@pytest.mark.parametrize("name", ["dflash", "peagle"])
+def test_a_step_draws_anchors_and_noise_by_its_seeds(target: Target, name: str) -> None:
+    config = settings_of(name, num_anchors=3, **({"noise": 0.5} if name == "peagle" else {}))
     objective = objective_of(fresh(target, config), target, config)
-    batch = packed(texts(target, 2, 12))
-    found = [
-        objective.index_training_batch({**batch, NOISE_SEEDS: (seed,)})[
-            STEP_TARGETS
-        ].anchors.tolist()
-        for seed in (1, 1, 2)
-    ]
-    assert found[0] == found[1] != found[2]
+
+    def drawn(seed: int) -> tuple[list[int], Tensor]:
+        batch = {**packed(texts(target, 2, 12)), NOISE_SEEDS: (seed,)}
+        batch = objective.prepare_batch(objective.index_training_batch(batch))
+        return batch[STEP_TARGETS].row_anchors.tolist(), objective.compute_outputs(batch)[0]
+
+    first, again, other = map(drawn, (1, 1, 2))
+    assert first[0] == again[0] != other[0]
+    assert first[1].equal(again[1])
+    if name == "peagle":  # the first outputs are of all tokens
+        assert not first[1].allclose(other[1])
+        objective.eval()
+        assert drawn(1)[1].equal(drawn(2)[1])
 
 
 def test_a_head_learns_what_it_measures(target: Target) -> None:

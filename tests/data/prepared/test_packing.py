@@ -1,6 +1,5 @@
 import hashlib
 import random
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,18 +165,6 @@ def texts(packed: PackedDataset, tokenizer: PreTrainedTokenizerFast) -> list[str
     return found
 
 
-def test_held_out_records_are_not_trained_on(write):
-    tokenizer = make_tokenizer()
-    config = DataConfig(max_length=64, eval_fraction=0.1)
-    train, held_out, report = prepare(config, tokenizer, path=write(ROWS), eval_path=None, seed=0)
-    trained, held = texts(train, tokenizer), texts(held_out, tokenizer)
-    assert (len(trained), len(held)) == (90, 10)
-    assert len(set(trained) | set(held)) == 100
-    assert report.num_records == 100
-    assert report.form is Form.prompt
-    assert report.padding == 1 - report.num_tokens / (64 * (len(train) + len(held_out)))
-
-
 def test_num_prompts_caps_training_and_leaves_the_held_out_set(write):
     tokenizer, path = make_tokenizer(), write(ROWS)
     held = []
@@ -187,17 +174,6 @@ def test_num_prompts_caps_training_and_leaves_the_held_out_set(write):
         held.append(sorted(texts(held_out, tokenizer)))
     assert len(texts(train, tokenizer)) == 8
     assert held[0] == held[1]
-
-
-def test_eval_path_is_used_when_given(write):
-    tokenizer = make_tokenizer()
-    other = write([exchange("other", "words")], "other.jsonl")
-    train, held_out, report = prepare(
-        DataConfig(max_length=64), tokenizer, path=write(ROWS), eval_path=other, seed=0
-    )
-    assert len(texts(train, tokenizer)) == 100
-    assert "other" in texts(held_out, tokenizer)[0]
-    assert report.eval_path == other
 
 
 @given(
@@ -227,6 +203,8 @@ def test_copies_are_counted_and_never_held_out_from_themselves(write, tmp_path):
     assert not set(texts(train, tokenizer)) & set(texts(held_out, tokenizer))
     assert len(texts(held_out, tokenizer)) == 12
     assert (report.num_copies, report.num_heldout, report.num_heldout_known) == (40, 12, 0)
+    assert (report.num_records, report.form) == (60, Form.prompt)
+    assert report.padding == 1 - report.num_tokens / (64 * (len(train) + len(held_out)))
     assert (
         "  copies: 40 of 60 records repeat an earlier one; every copy is read, and copies are held "
         "out together"
@@ -245,8 +223,9 @@ def test_rows_of_eval_path_that_are_trained_on_are_refused_or_counted(write):
             prepare(config, tokenizer, path=path, eval_path=same, seed=0)
     # The first has another answer, and the second is new.
     some = write([exchange("ask 0", "other"), exchange("new", "words"), *ROWS[90:]], "some.jsonl")
-    _, _, report = prepare(config, tokenizer, path=path, eval_path=some, seed=0)
+    train, held_out, report = prepare(config, tokenizer, path=path, eval_path=some, seed=0)
     assert (report.num_heldout_known, report.num_heldout, report.num_copies) == (11, 12, 0)
+    assert (len(texts(train, tokenizer)), len(texts(held_out, tokenizer))) == (100, 12)
     assert report.eval_sha256 == hashlib.sha256(Path(some).read_bytes()).hexdigest()
     assert (
         "  held out, but trained on: the first prompts of 11 of 12 records, so held-out figures "
@@ -302,29 +281,6 @@ def test_tokens_of_some_sequences_hold_no_padding_and_none_that_are_held_out() -
     assert REPORT.estimate_num_tokens(55) == 4000
     assert REPORT.estimate_num_tokens(50) == 3636
     assert REPORT.estimate_num_tokens(8) == 582
-
-
-def test_the_report_counts_and_lists(write, tmp_path):
-    rows = [*ROWS, {"prompt": ""}, exchange("refuse me", "x"), {"prompt": "no answer"}]
-    config = DataConfig(max_length=40, on_bad_row=OnBadRow.skip)
-    other = write([exchange("other", "words")], "other.jsonl")
-    _, _, report = prepare(
-        config, make_tokenizer(), path=write(rows), eval_path=other, seed=0, progress=False
-    )
-    assert (report.num_records, report.num_bad, report.num_dropped) == (102, 2, 1)
-    assert report.num_truncated > 0
-    text = "\n".join(report.format_lines())
-    assert text.startswith(f"data: {tmp_path / 'rows.jsonl'} (form prompt, ")
-    assert re.search(r"102 read, \d+ of them held out, 2 malformed", text)
-    assert "1 dropped (nothing to learn)" in text
-    assert "rows.jsonl:101: field 'prompt': found empty text" in text
-    assert "rows.jsonl:102: the target's chat template refuses the conversation: refused" in text
-
-
-def test_a_refused_row_stops_by_default(write):
-    path = write([*ROWS, exchange("refuse me", "x")])
-    with pytest.raises(InputError, match=r"rows.jsonl:101: .*refused"):
-        prepare(DataConfig(), make_tokenizer(), path=path, eval_path=path, seed=0)
 
 
 def test_nothing_to_learn_is_refused(write):

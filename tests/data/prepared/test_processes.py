@@ -5,7 +5,9 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +17,12 @@ from typing import Any
 import pytest
 from commands import ROOT, Command
 
+from conf import files as lock
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
+from data.prepared import dataset_cache, tokenise
 from data.prepared import dataset_cache as prepared
-from data.prepared import tokenise
-from data.prepared.dataset_cache import load_or_prepare_data
+from data.prepared.dataset_cache import hold_lock, load_or_prepare_data
 from data.rows.data_files import Row, find_source
 from tests.chats import write_rows
 from tests.data.prepared.test_packing import exchange, make_tokenizer
@@ -135,14 +138,6 @@ def test_every_process_prepares_the_same(
     assert said.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
 
 
-def test_what_stops_a_worker_stops_the_start(config: DataConfig) -> None:
-    path = Path(str(config.path))
-    path.write_text(path.read_text() + json.dumps({"text": "other"}))
-    with pytest.raises(InputError, match=r"rows.jsonl:25: a row of form text") as caught:
-        load_or_prepare_data(str(path), config, TOKENIZER)
-    assert str(caught.value).endswith(", text, question")
-
-
 def test_a_worker_that_is_killed(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(*_: Any) -> Iterator[Row]:
         yield from list(real(find_source(str(config.path)), digest))
@@ -183,8 +178,10 @@ def test_a_start_that_is_killed_is_continued(config: DataConfig) -> None:
     assert sorted(path.name for path in lock.parent.glob("shard*")) == [
         "shard-00000.json", "shard-00000.safetensors"
     ]  # fmt: skip
+    lock.with_name("shard-00002.safetensors.tmp").touch()
     out = started(config, "pass").communicate()[0]
     assert "made 4 of 8" in out
+    assert list(lock.parent.glob("*.tmp")) == []
     assert "waiting" not in out  # on this machine one sees that the holder is gone
 
 
@@ -211,3 +208,80 @@ def test_workers_end_with_a_start_that_is_killed(config: DataConfig, tmp_path: P
             break
         time.sleep(0.1)
     assert [pid for pid in workers if Path(f"/proc/{pid}/cmdline").exists()] == []
+
+
+# --- A lock by beats: who holds it, who waits, and when it is taken over.
+
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.02)
+    monkeypatch.setattr(dataset_cache, "POLL_S", 0.01)
+
+
+def never() -> bool:
+    return False
+
+
+def test_it_is_held_and_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with pytest.raises(KeyError), hold_lock(path, never, pytest.fail) as mine:
+        assert mine
+        assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
+        before = path.stat().st_mtime_ns
+        time.sleep(0.2)
+        assert path.stat().st_mtime_ns > before
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_finds_it_taken_waits_for_what_is_made(tmp_path: Path) -> None:
+    path, made, told = tmp_path / "lock", tmp_path / "made", []
+    with hold_lock(path, never, pytest.fail):
+        # This process lives, so its beats alone say so.
+        threading.Timer(0.2, made.touch).start()
+        with hold_lock(path, made.is_file, told.append) as mine:
+            assert not mine
+            assert made.is_file()
+        assert path.exists()
+    assert told == [f"process {os.getpid()} on {HOST}"]
+
+
+def test_a_lock_left_behind_is_taken_over(tmp_path: Path, monkeypatch) -> None:
+    """Of a process on another machine one sees only that it is silent."""
+    monkeypatch.setattr(lock, "STALE_S", 0.3)
+    path, told, began = tmp_path / "lock", [], time.monotonic()
+    path.write_text(f"another {os.getpid()} token")
+    with hold_lock(path, never, told.append) as mine:
+        assert mine
+        assert path.read_text().split()[:2] == [HOST, str(os.getpid())]
+    assert 0.3 <= time.monotonic() - began < 10
+    assert len(told) == 1
+
+
+def test_whoever_lost_it_leaves_it_to_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with hold_lock(path, never, pytest.fail):
+        path.write_text("another 1 token")
+    assert path.read_text() == "another 1 token"
+
+
+def test_of_many_at_once_one_holds_it(tmp_path: Path) -> None:
+    path, inside, log = tmp_path / "lock", tmp_path / "inside", []
+
+    def enter() -> None:
+        with hold_lock(path, never, lambda _: None):
+            inside.touch(exist_ok=False)
+            time.sleep(0.01)
+            log.append(json.dumps(path.read_text()))
+            inside.unlink()
+
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(set(log)) == 8

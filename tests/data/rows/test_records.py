@@ -1,4 +1,4 @@
-"""Loads files and Hub datasets: rows with their places, refusals."""
+"""Loads files and Hub datasets: rows with their places, refusals, digests."""
 
 import hashlib
 import json
@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow
 import pyarrow as pa
 import pytest
+import xxhash
 from doors import COMMANDS
 from omegaconf import OmegaConf
+from pyarrow import parquet
 from toys import tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, Form, OnBadRow
 from data.prepared.prepare import prepare_datasets
-from data.rows.records import load_records
+from data.rows.records import compute_prompt_digest, load_records
+from data.rows.row_digests import PromptDigests
+from tests.chats import write_rows
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -119,11 +125,6 @@ def test_hub_datasets_that_fail_are_one_line(monkeypatch, num_rows, error, messa
         load_records("me/chats", DataConfig(streaming=True))
 
 
-def test_the_form_can_be_forced(write):
-    path = write({"messages": [USER], "text": "raw"})
-    assert load_records(path, DataConfig(form=Form.text)).records[0].text == "raw"
-
-
 def test_where_counts_lines_and_blank_lines_are_no_rows(write):
     path = write("\ufeff" + json.dumps(GOOD), "", GOOD)
     loaded = load_records(path)
@@ -167,8 +168,8 @@ def test_mixed_forms_are_refused_even_when_skipping(write):
     message = r"rows.jsonl:2: a row of form prompt \(the fields prompt, id\) among .*data.form="
     with pytest.raises(InputError, match=message):
         load_records(path, SKIP)
-    forced = DataConfig(form=Form.messages, on_bad_row=OnBadRow.skip)
-    assert len(load_records(path, forced).bad) == 1
+    forced = load_records(path, DataConfig(form=Form.messages, on_bad_row=OnBadRow.skip))
+    assert (forced.records[0].messages, len(forced.bad)) == ([USER, ASSISTANT], 1)
 
 
 def test_every_row_malformed(write):
@@ -206,3 +207,62 @@ def test_missing_and_empty(write, tmp_path):
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             load_records(path)
+
+
+# --- Digests of prompts and rows: what makes two equal, and how many of a set are known.
+
+
+FORMS = {
+    "messages": {"messages": [{"role": "user", "content": "Why?"}]},
+    "answered": {
+        "messages": [
+            {"role": "user", "content": "Why?\n"},
+            {"role": "assistant", "content": "So."},
+            {"role": "user", "content": "Who?"},
+        ]
+    },
+    "conversations": {"conversations": [{"from": "human", "value": "Why?"}]},
+    "turns": {"turns": ["Why?", "Who?"]},
+    "prompt": {"prompt": "Why?", "response": "So."},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_prompt_has_one_digest_in_every_form_and_file(
+    tmp_path: Path, name: str, ending: str
+) -> None:
+    path = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        write_rows(path, [FORMS[name]])
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist([FORMS[name]]), path)
+    [record] = load_records(str(path)).records
+    assert compute_prompt_digest(record) == xxhash.xxh3_64_intdigest(b'"Why?"')
+
+
+def test_another_question_makes_another_prompt_and_a_system_message_does_not(
+    tmp_path: Path,
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    rows = [FORMS["messages"]["messages"], [system, *FORMS["messages"]["messages"]]]
+    rows.append([{"role": "user", "content": "Why not?"}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": row} for row in rows])
+    digests = [compute_prompt_digest(record) for record in load_records(str(path)).records]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_digests_are_stored_and_counted(tmp_path: Path) -> None:
+    known = PromptDigests.from_values([2**64 - 1, 7, 7, 0])
+    assert known.values.tolist() == [0, 7, 2**64 - 1]
+    assert known.count_known([7, 7, 8, 2**64 - 1]) == 3
+    path = tmp_path / "digests.json"
+    assert PromptDigests.from_file(path) is None
+    path.write_text(json.dumps(known.to_json()))
+    stored = PromptDigests.from_file(path)
+    assert stored is not None
+    assert np.array_equal(stored.values, known.values)
+    assert (stored | PromptDigests.from_values([5])).values.tolist() == [0, 5, 7, 2**64 - 1]
+    path.write_text(json.dumps(known.to_json() | {"num_prompts": 4}))
+    with pytest.raises(InputError, match=r"digests\.json: damaged \(3 digests in place of 4\)"):
+        PromptDigests.from_file(path)

@@ -1,18 +1,28 @@
+"""Servers of hidden states: what one gives and refuses, and how several share a run."""
+
 import json
+import re
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commands import ROOT
 from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import InputError
+from data.prepared.packing import PackedDataset
 from data.servers import http_client as endpoint_module
+from data.servers import server_pool as pool
 from data.servers import state_files as files
 from data.servers.hidden_states import HiddenStatesClient, ServerFeatureLayers, check_version
 from data.servers.http_client import Endpoint
+from data.servers.server_pool import MOST_FAILURES, HiddenStatesPool
 from data.servers.state_files import HiddenStatesError
+from data.templates.record_encoder import Sample
 from tests.servers import HIDDEN, EngineServer, state
 
 NUM_LAYERS = 4
@@ -100,21 +110,12 @@ def test_without_a_final_norm_there_are_layers_alone(tmp_path: Path) -> None:
         assert states.request_states([7]).keys() == {"layers.2"}
 
 
-def test_the_command_line_that_serves_these_states() -> None:
-    assert taps().serve_options("/dev/shm/states") == [
-        "--speculative-config",
-        '{"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": '
-        '{"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}}',
-        "--kv-transfer-config",
-        '{"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", '
-        '"kv_connector_extra_config": {"shared_storage_path": "/dev/shm/states/layers-1-3-4"}}',
-    ]
-
-
-def test_a_file_is_read_when_its_writer_is_done(tmp_path: Path) -> None:
-    with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
-        server.write_s = 0.2
-        assert_same(states.request_states([7, 5]), expected([7, 5]))
+def test_the_page_shows_the_command_line_that_serves_these_states() -> None:
+    """For EAGLE-3, which reads three of the 36 layers of Qwen3-8B, and the last."""
+    page = (ROOT / "data/servers/README.md").read_text()
+    [line] = re.findall(r"^vllm serve Qwen/Qwen3-8B .*", page, re.M)
+    wanted = ServerFeatureLayers((2, 18, 33), 36, 4096, halved).serve_options("/dev/shm")
+    assert shlex.split(line)[3:] == ["--max-model-len", "2049", *wanted]
 
 
 def refused(
@@ -149,17 +150,6 @@ def test_a_server_that_cannot_do_it_is_refused_before_the_first_document(tmp_pat
     refused(server, rf"{address}ConnectError.*\(1 attempts\){SERVE}", max_retries=0)
 
 
-def test_storage_that_is_not_mounted_here(tmp_path: Path) -> None:
-    with EngineServer(tmp_path, WRITTEN) as server:
-        there = {"hidden_states_path": "/there/layers-1-3-4/cmpl-1.safetensors"}
-        server.answer = lambda _: {"kv_transfer_params": there}  # type: ignore[method-assign]
-        refused(
-            server,
-            r"/there/layers-1-3-4/cmpl-1.safetensors: cannot be seen from this machine; mount "
-            "the server's shared_storage_path here under the same name",
-        )
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -191,12 +181,6 @@ def test_a_first_token_may_have_states_of_zeros(tmp_path: Path) -> None:
     with EngineServer(tmp_path, WRITTEN) as server, engine(server) as states:
         server.change = lambda t: t["hidden_states"][0].zero_()
         assert states.request_states([7, 5])["layers.1"].tolist() == [[0, 0], [105, -1]]
-
-
-def test_a_server_that_never_ends_its_file(tmp_path: Path) -> None:
-    with EngineServer(tmp_path, WRITTEN) as server:
-        server.write_s = 0.5
-        refused(server, "safetensors: not written after 0 s; see the server's log", timeout_s=0.2)
 
 
 def test_a_file_with_other_tokens_is_nobody_s_to_delete(tmp_path: Path) -> None:
@@ -267,3 +251,164 @@ def test_a_recorded_answer_is_read_with_its_states_and_its_tokens(tmp_path: Path
         ids, found = states.request_answer([5, 6, 7], 2, {"temperature": 0.0}, include_outputs=True)
     assert ids == [302, 359]
     assert_same(found, expected([5, 6, 7, 302]))
+
+
+# --- Servers that share the documents of a run.
+
+
+def pooled(*servers: EngineServer) -> HiddenStatesPool:
+    return HiddenStatesPool([engine(server, max_retries=3) for server in servers])
+
+
+def test_documents_come_in_order_however_their_requests_end(tmp_path: Path) -> None:
+    documents = [[token, token + 1] for token in range(40)]
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
+        server.faults = [(500, {}), "drop", (503, {}), (429, {"Retry-After": "0.1"})]
+        for document, found in zip(documents, states.stream_states(documents), strict=True):
+            assert_same(found, expected(document))
+        assert server.most_at_once == 4
+    assert list(server.folder.iterdir()) == []
+
+
+def test_a_packed_sequence_has_each_document_in_its_place(tmp_path: Path) -> None:
+    samples = [Sample([5, 6, 7], [True] * 3), Sample([8, 9], [False, True])]
+    row = PackedDataset(samples, max_length=6, seed=0, pad_id=3)[0]
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 3]
+    with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
+        found = next(states.stream_sequence_states([row]))
+    assert sorted(body["prompt"] for body in server.bodies[1:]) == [[5, 6, 7], [8, 9]]
+    padding = torch.zeros(1, HIDDEN)
+    wanted = expected([5, 6, 7, 8, 9])
+    assert_same(found, {name: torch.cat([states, padding]) for name, states in wanted.items()})
+
+
+def test_documents_of_later_rows_are_in_flight_too(tmp_path: Path) -> None:
+    samples = [Sample([token] * 4, [True] * 4) for token in range(1, 9)]
+    rows = PackedDataset(samples, max_length=4, seed=0)
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
+        found = list(states.stream_sequence_states(rows[i] for i in range(8)))
+        assert server.most_at_once == 4
+    for i, row in enumerate(found):
+        assert_same(row, expected(rows[i]["input_ids"].tolist()))
+
+
+def test_a_failure_reaches_the_reader_in_its_place(tmp_path: Path) -> None:
+    documents = [[token] for token in range(20)]
+    with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
+        server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
+        read = states.stream_states(documents)
+        assert [next(read)["layers.1"][0, 0].item() for _ in range(7)] == [*range(100, 107)]
+        with pytest.raises(
+            InputError, match="no hidden states of a document of 1 tokens: HTTP 422"
+        ):
+            next(read)
+        assert_same(states.request_states([9]), expected([9]))
+
+
+def test_servers_share_the_documents(tmp_path: Path) -> None:
+    documents = [[token, token + 1] for token in range(40)]
+    with (
+        EngineServer(tmp_path / "a", WRITTEN, delay_s=0.05) as first,
+        EngineServer(tmp_path / "b", WRITTEN, delay_s=0.05) as second,
+        pooled(first, second) as states,
+    ):
+        for document, found in zip(documents, states.stream_states(documents), strict=True):
+            assert_same(found, expected(document))
+        asked = [[body["prompt"] for body in server.bodies[1:]] for server in (first, second)]
+        assert min(map(len, asked)) > 10
+        assert sorted(asked[0] + asked[1]) == documents
+        assert (first.most_at_once, second.most_at_once) == (4, 4)
+
+
+def test_what_one_server_spoils_another_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        EngineServer(tmp_path / "a", WRITTEN) as good,
+        EngineServer(tmp_path / "b", WRITTEN) as bad,
+        pooled(bad, good) as states,
+    ):
+        assert_same(states.request_states([7, 5]), expected([7, 5]))
+        bad.change, num_before = lambda t: t["token_ids"].add_(1), len(bad.bodies)
+        documents = [[token, 3] for token in range(MOST_FAILURES)]
+        for document in documents:
+            assert_same(states.request_states(document), expected(document))
+        assert len(bad.bodies) == num_before + 1  # then the bad one rests
+        monkeypatch.setattr(pool, "REST_S", 0.0)
+        for document in documents[:3]:
+            assert_same(states.request_states(document), expected(document))
+        assert len(bad.bodies) == num_before + 4
+
+
+def test_a_document_that_no_attempt_gives_is_named_and_many_end_the_run(tmp_path: Path) -> None:
+    with EngineServer(tmp_path, WRITTEN) as server, pooled(server) as states:
+        server.fault_for = lambda body: (422, {}) if body["prompt"] == [7] else None
+        with pytest.raises(
+            HiddenStatesError, match="no hidden states of a document of 1 tokens: HTTP 422"
+        ):
+            states.request_states([7])
+        assert_same(states.request_states([9]), expected([9]))
+        server.fault_for = lambda _: (422, {})
+        for _ in range(MOST_FAILURES // 3):
+            with pytest.raises(HiddenStatesError):
+                states.request_states([7])
+        with pytest.raises(InputError, match=rf"\({MOST_FAILURES} attempts in a row have failed\)"):
+            states.request_states([7])
+
+
+def test_a_server_that_is_started_anew_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked again, and no failure counts while it is away."""
+    monkeypatch.setattr(pool, "WAITS_S", (0.01,) * 5)
+    checked: list[HiddenStatesClient] = []
+    with EngineServer(tmp_path, WRITTEN) as server:
+        states = HiddenStatesPool([engine(server, max_retries=0)], checked.append)
+        with states:
+            server.faults = ["drop"] * 5
+            assert_same(states.request_states([7, 5]), expected([7, 5]))
+            assert checked == states.servers * 5
+            server.faults = ["drop"] * 6
+            with pytest.raises(
+                HiddenStatesError, match=r"no hidden states .* of 2 tokens: RemoteProtocolE"
+            ):
+                states.request_states([7, 5])
+            assert_same(states.request_states([7, 5]), expected([7, 5]))
+
+
+def test_where_one_server_dies_another_is_asked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "WAITS_S", (1000.0,))
+    dead, alive = EngineServer(tmp_path / "a", WRITTEN), EngineServer(tmp_path / "b", WRITTEN)
+    servers = [engine(each, max_retries=0) for each in (dead, alive)]
+    with dead, alive, HiddenStatesPool(servers) as states:
+        dead.fault_for = lambda _: "drop"
+        for token in range(2 * MOST_FAILURES):
+            assert_same(states.request_states([token]), expected([token]))
+        assert len(dead.bodies) == 1
+
+
+def test_no_document_is_asked_for_that_the_storage_has_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two documents of 10 tokens, 3 layers and 2 channels, in float32 at most."""
+    size = 10 * 3 * 2 * 4
+    room = SimpleNamespace(free=2 * 2 * size)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: room)
+    documents = [[token] * 10 for token in range(8)]
+    with EngineServer(tmp_path, WRITTEN, delay_s=0.05) as server, pooled(server) as states:
+        for document, found in zip(documents, states.stream_states(documents), strict=True):
+            assert_same(found, expected(document))
+        assert server.most_at_once == 1  # two of them would leave none
+
+
+def test_answers_come_with_their_states(tmp_path: Path) -> None:
+    """By one request; no file is left."""
+    server = EngineServer(tmp_path, WRITTEN)
+    with server, pooled(server) as states:
+        ((ids, found),) = states.request_answers_with_states([[7, 5]], 3, {"temperature": 0.0})
+        assert ids == [6, 6, 6]
+        assert_same(found, expected([7, 5, 6, 6]))
+        assert len(server.bodies) == 2
+    assert list(server.folder.iterdir()) == []

@@ -1,12 +1,18 @@
 """Renderings that are rewritten, repeated or refused: exact masks and exact words."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from templates import (
     CHATML,
+    FAMILIES,
     NO_SPECIAL,
     TAGGED,
     chat,
+    encoder,
     learnt,
+    load_template,
     make_tokenizer,
     marked,
     shown,
@@ -15,34 +21,22 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from conf.errors import InputError
-from conf.settings.data import Form
+from conf.settings.data import DataConfig, Form
+from data.prepared.dataset_cache import load_or_prepare_data
 from data.rows.data_files import Row
-from data.rows.records import Record, parse_record
+from data.rows.records import Record, find_rendered_start, find_turn_marker, parse_record
 from data.templates.record_encoder import RecordEncoder
+from data.templates.turns import TurnMarkers
+from tests.chats import write_rows
 
 # As DeepSeek-R1 and QwQ: the prompt opens the thinking that the finished turn lacks.
-OPENS_THINKING = (
-    "<s>{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
-    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-)
+OPENS_THINKING = load_template("opens_thinking")
 # As Phi-4-mini: the end of the text has a token of its own, whoever spoke last.
-ENDS_TEXT = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
-)
+ENDS_TEXT = load_template("ends_text")
 # As vision models: a content is a text or parts, which follow one another.
-PARTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
-    "{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+PARTS = load_template("parts")
 # Turns but the last lose what stands before `</think>`.
-STRIPS = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] | trim }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+STRIPS = load_template("strips")
 
 
 def adds_bos(template: str | None) -> PreTrainedTokenizerFast:
@@ -227,7 +221,7 @@ def test_a_turn_that_no_token_ends_is_stopped_by_the_next_turns() -> None:
 
 
 def test_a_turn_that_ends_in_words_alone_is_learnt_with_them() -> None:
-    template = NO_SPECIAL.replace("m.content + '\n'", "m.content + ' [done]\n'")
+    template = NO_SPECIAL.replace("m.content +", "m.content + ' [done]' +")
     assert marked(chat("Hi", "Yes", "So?", "No"), template) == [
         "### user: Hi [done]\n### assistant: [[Yes [done]]]\n"
         "### user: So? [done]\n### assistant: [[No [done]]]\n"
@@ -262,3 +256,111 @@ def test_texts_are_not_taken_apart_where_the_tokenizer_would_add_to_the_parts() 
 def test_a_template_of_texts_alone() -> None:
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     assert marked(chat("ab", "ab", "ab", "ab"), template) == ["ab\n[[ab]]\nab\n[[ab]]\n"]
+
+
+# --- Texts and prompts that were rendered before they came here.
+
+
+PLAIN = (
+    "def ask(user: str) -> str:\n    return f'<{user}>' if role[0] | 1 else '[user]'\n",
+    "The assistant: a novel.\n\n## User: none\n\nAnd so the user left.",
+    "<|endoftext|>One text.<|endoftext|>And <s>struck</s> words; <turn> and <header>.",
+    "<li>user\n<s>user</s>, <s>bot and its users</s>, <bos>users\n",
+)
+
+
+def rendered(family: str) -> str:
+    said = chat("Hi", "It is a tree.", "So?", "Ten meters.")
+    return encoder(family).build_template({}, None).render_conversation(said.messages)
+
+
+def test_dialogues_of_every_family_are_known() -> None:
+    """By the target's own template, and by whoever has another target."""
+    texts = {family: rendered(family) for family in FAMILIES}
+    own = {
+        name: TurnMarkers.from_template(encoder(name).build_template({}, None)) for name in FAMILIES
+    }
+    assert [name for name, text in texts.items() if not own[name].find_marker(text)] == []
+    unknown = [name for name, text in texts.items() if not find_turn_marker(text)]
+    assert unknown == []
+    assert [text for text in PLAIN if find_turn_marker(text)] == []
+    assert [name for name in FAMILIES for text in PLAIN if own[name].find_marker(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "marker"),
+    [
+        ("<\uff5cUser\uff5c>Hi<\uff5cAssistant\uff5c>Yes", "<\uff5cUser\uff5c>"),  # DeepSeek
+        ("[gMASK]<sop><|user|>\nHi<|assistant|>\nYes", "<|user|>"),  # GLM
+        ("<|start|>user<|message|>Hi<|end|>", "<|start|>"),  # gpt-oss
+        ("<bos><|turn>user\nHi<turn|>\n<|turn>model\nYes<turn|>", "<|turn>"),  # Gemma 4
+        ("<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi", "<|START_OF_TURN_TOKEN|>"),  # Cohere
+        ("<|start_of_role|>user<|end_of_role|>Hi", "<|start_of_role|>"),  # Granite
+        ("[|user|]Hi[|endofturn|]\n[|assistant|]Yes", "[|user|]"),  # EXAONE
+        ("<|bom|><|system|> Be kind<|eom|>", "<|bom|>"),  # Jamba
+        ("### Instruction:\nHi\n\n### Response:\nYes", "### Response"),  # Alpaca
+        ("User: Hi\n\nAssistant: Yes", "Assistant:"),  # Falcon
+        ("<s>user\nHi</s>\n<s>bot\nYes</s>", "<s>user"),  # Saiga
+        ("<s>system\nBe kind</s><s>user\nHi</s>", "<s>system"),
+        ("<SPECIAL_11>User\nHi\n<SPECIAL_11>Assistant\nYes", "<SPECIAL_11>User"),  # Nemotron-H
+        ("]~b]user\nHi[e~[", "]~b]user"),  # MiniMax
+        ("<|begin_of_text|>user\nHi", "<|begin_of_text|>user"),
+    ],
+)
+def test_dialogues_of_other_targets_are_known(text: str, marker: str) -> None:
+    assert find_turn_marker(text) == marker
+
+
+def test_dialogues_are_known_by_the_words_of_the_targets_template() -> None:
+    template = NO_SPECIAL.replace("'### ' + m.role", "'@ ' + m.role").replace("###", "@")
+    markers = TurnMarkers.from_template(
+        RecordEncoder(make_tokenizer(template)).build_template({}, None)
+    )
+    assert markers == TurnMarkers((), "@ user:", "@ assistant:")
+    assert markers.find_marker("@ user: Hi\n@ assistant: Yes\n") == "@ assistant:"
+    assert markers.find_marker("We write @ assistant: before what it says") == ""
+
+
+def test_a_lone_letter_marks_no_dialogue() -> None:
+    template = NO_SPECIAL.replace("'### ' + m.role", "('Q' if m.role == 'user' else 'A')")
+    markers = TurnMarkers.from_template(
+        RecordEncoder(make_tokenizer(template)).build_template({}, None)
+    )
+    assert (markers.asks, markers.answers) == ("Q:", "A:")
+    assert markers.find_marker("Q: Hi\nA: Yes\n") == ""
+
+
+def test_a_text_rendered_for_the_target_is_refused_unless_that_is_said(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(NO_SPECIAL.replace("###", "@"))
+    text = "@ user: Hi\n@ assistant: Yes\n"
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "Hello there"}, {"text": text}])
+    config = DataConfig(str(path), num_proc=1, prepared_dir=str(tmp_path / "prepared"))
+    with pytest.raises(InputError, match=r"rows.jsonl:2: field 'text': .* marker '@ assistant:'"):
+        load_or_prepare_data(str(path), config, tokenizer)
+    found = load_or_prepare_data(str(path), replace(config, form=Form.text), tokenizer)
+    assert tokenizer.decode(found.samples.slice_sample(1, 99).input_ids) == text
+
+
+def test_what_begins_and_ends_any_text_stands_there_once() -> None:
+    tokenizer = adds_bos(CHATML)
+    both = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    for given, added in (("<s>Hi", "<s>Hi"), ("Hi", "<s>Hi"), ("<s><s>Hi", "<s><s>Hi")):
+        (sample,) = RecordEncoder(tokenizer).encode_record(Record(None, given, "here"))
+        assert tokenizer.decode(sample.input_ids) == added
+        assert all(sample.loss_mask)
+    tokenizer.backend_tokenizer.post_processor = both
+    (sample,) = RecordEncoder(tokenizer).encode_record(Record(None, "<s>Hi</s>", "here"))
+    assert tokenizer.decode(sample.input_ids) == "<s>Hi</s>"
+    own = make_tokenizer(None)  # adds nothing, and takes nothing
+    (sample,) = RecordEncoder(own).encode_record(Record(None, "<s><s>Hi</s></s>", "here"))
+    assert own.decode(sample.input_ids) == "<s><s>Hi</s></s>"
+
+
+def test_a_prompt_that_begins_rendered() -> None:
+    assert find_rendered_start("<s>[INST] Hi [/INST]") == "<s>[INST]"
+    assert find_rendered_start("<|begin_of_text|><|start_header_id|>user") != ""
+    assert find_rendered_start(" <|im_start|>user\nHi") == "<|im_start|>"
+    assert find_rendered_start("<s>user\nHi</s>") == "<s>user"
+    assert find_rendered_start("What does <|im_start|> mean?") == ""

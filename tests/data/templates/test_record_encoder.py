@@ -6,17 +6,14 @@ from templates import (
     HI,
     NO_SPECIAL,
     TAGGED,
-    Says,
     chat,
     encoder,
     make_tokenizer,
     marked,
-    record,
     shown,
 )
 
 from conf.errors import InputError
-from data.rows.records import Record
 from data.templates.record_encoder import RecordEncoder
 
 
@@ -35,13 +32,6 @@ def test_mask_of_a_short_chat_token_by_token():
     ("template", "expected"),
     [
         (
-            CHATML,
-            "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-            "<|im_start|>assistant\n[[Hello there<|im_end|>]]\n"
-            "<|im_start|>user\nAnd you?<|im_end|>\n"
-            "<|im_start|>assistant\n[[Fine.\n\nYes<|im_end|>]]\n",
-        ),
-        (
             TAGGED,
             "<s><|system|>\nBe kind<|end|>\n<|user|>\nHi<|end|>\n"
             "<|assistant|>\n[[Hello there<|end|>]]\n<|user|>\nAnd you?<|end|>\n"
@@ -53,7 +43,7 @@ def test_mask_of_a_short_chat_token_by_token():
             "### user: And you?\n### assistant: [[Fine.\n\nYes]]\n",
         ),
     ],
-    ids=["chatml", "tagged", "no-special"],
+    ids=["tagged", "no-special"],
 )
 def test_exactly_the_assistant_is_learnt(template, expected, trim_offsets):
     said = chat("Hi", "Hello there", "And you?", "Fine.\n\nYes", system="Be kind")
@@ -68,18 +58,6 @@ def test_odd_characters_and_spaces_stay_inside_the_mask(answer):
     assert [turn.partition("<|")[0].strip() for turn in turns] == [answer.strip()] * 2
 
 
-def test_thinking_is_learnt_in_every_turn_as_it_was_written():
-    """Read again, a turn has lost its thinking: what it was is in a sample of its own."""
-    said = record(["Hi", Says("Hello", "Hm."), "Who?", Says("Me", "Hm.")])
-    samples = encoder("qwen3").encode_record(said)
-    think = "<think>\nHm.\n</think>\n\n"
-    assert [shown(sample, encoder("qwen3").tokenizer) for sample in samples] == [
-        HI + f"[[{think}Hello<|im_end|>]]",
-        HI + "Hello<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n"
-        f"<|im_start|>assistant\n[[{think}Me<|im_end|>]]\n",
-    ]
-
-
 def test_thinking_is_learnt_when_the_template_spaces_it_differently():
     (sample,) = encoder("qwen3").encode_record(chat("Hi", "<think>Hm.</think>Hello"))
     text = HI + "[[<think>\nHm.\n</think>\n\nHello<|im_end|>]]\n"
@@ -90,13 +68,6 @@ def test_a_prompt_that_nobody_answers_is_read():
     assert marked(chat("Hi"), CHATML) == ["<|im_start|>user\nHi<|im_end|>\n"]
     (text,) = marked(chat("Hi", "Yes", "So?"), CHATML)
     assert text == HI + "[[Yes<|im_end|>]]\n<|im_start|>user\nSo?<|im_end|>\n"
-
-
-def test_plain_text_is_learnt_whole():
-    (sample,) = RecordEncoder(make_tokenizer(None)).encode_record(
-        Record(None, "Hello there", "texts.jsonl:1")
-    )
-    assert sample.loss_mask == [True] * len(sample.input_ids)
 
 
 def test_prompt_ends_where_the_assistant_starts():

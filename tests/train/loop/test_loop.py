@@ -1,30 +1,49 @@
-"""The loop in one process, on a toy objective: order, stopping, resuming, refusals."""
+"""The loop in one process, on a toy objective: order, stopping, resuming, trackers, tau."""
 
 import json
 import os
 import signal
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from toys import noisy_head, random_target
 
 from conf.command.environment import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
-from conf.settings.training import LogConfig, Schedule, TrainConfig
+from conf.settings.training import LogConfig, Schedule, Tracker, TrainConfig
+from data.prepared.packing import PackedDataset
+from data.templates.record_encoder import Sample
 from eval import preflight_checks as refusals
+from eval.decode.engine import decode
+from eval.measure.acceptance_stats import PromptSteps, compute_tau_interval, tau
+from eval.measure.target_answers import LocalAnswerSource
+from heads.decoding.tree import Tree
 from heads.folders import write_head_folder
+from heads.medusa import MedusaDrafter
 from train.batch import data_loader as schedule
 from train.batch.batch import NOISE_SEEDS, Batch
 from train.loop import command, evaluation, loop
+from train.loop import metric_logger as tracking
+from train.loop.evaluation import (
+    MAX_REPLAY_TOKENS,
+    format_figures,
+    make_heldout_replay,
+    select_heldout_prompts,
+)
 from train.loop.loop import Outcome, TrainingJob
 from train.loss.fused_linear import LossSums
 from train.objective import Objective
-from train.parallel import checkpoint, processes
+from train.parallel import processes
 
 T, D = 6, 4
 
@@ -392,23 +411,6 @@ def test_a_norm_that_is_not_finite_names_step_and_sequences(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_full_disk_in_training_keeps_the_earlier_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, written = checkpoint.save_file, []
-
-    def fills_up(tensors: dict[str, Tensor], path: Path) -> None:
-        written.append(path)
-        if len(written) > 3:
-            raise OSError(28, "No space left on device")
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", fills_up)
-    with pytest.raises(InputError, match=r"step-000004.*No space left"):
-        fit(tmp_path, settings())
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-
-
 def test_batch_that_does_not_divide() -> None:
     with pytest.raises(InputError, match="batch_size=4: not divisible by 1 processes x"):
         processes.start_accelerator(settings(micro_batch_size=3))
@@ -440,3 +442,126 @@ def test_out_dir_that_holds_something(tmp_path: Path) -> None:
         refusals.check_run_folder(tmp_path / "a", None)
     with pytest.raises(InputError, match="no such folder; type auto"):
         refusals.check_run_folder(tmp_path / "new", "latest")
+
+
+# --- Trackers: what they get, and that none of them stops a run.
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_a_tracker_that_fails_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    class Broken:
+        def __init__(self, *_args: object) -> None:
+            self.fail("start")
+
+        def fail(self, here: str) -> None:
+            if here == where:
+                raise RuntimeError("no network")
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            self.fail("log")
+
+        def finish(self) -> None:
+            self.fail("close")
+
+    monkeypatch.setattr(tracking, "_start_wandb", Broken)
+    assert fit(tmp_path, settings(), log=LogConfig(tracker=Tracker.wandb)).finished
+    assert capsys.readouterr().out.count("wandb failed, so the run goes on without it") == 1
+    assert len(lines(tmp_path)) == 8
+
+
+def test_a_run_that_goes_on_is_one_run_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str]] = []
+
+    def init(**settings: Any) -> Any:
+        begun.append((settings["id"], settings["resume"]))
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    log = LogConfig(tracker=Tracker.wandb)
+    for changes in ({}, {"resume": "auto"}, {}):
+        fit(tmp_path, settings(**changes), log=log)
+    first, again, anew = begun
+    assert first == again != anew
+    assert {how for _, how in begun} == {"allow"}
+
+
+def test_a_tracker_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(tracking, "_start_wandb", lambda *_args: release.wait(30))
+    monkeypatch.setattr(tracking, "START_TIMEOUT_S", 0.2)
+    said: list[str] = []
+    begun = time.monotonic()
+    tracking.MetricLogger(tmp_path, LogConfig(tracker=Tracker.wandb), {}, said.append).log(
+        1, {"a": 1.0}
+    )
+    release.set()
+    assert time.monotonic() - begun < 5
+    assert "no answer within" in said[0]
+
+
+def test_tensorboard_gets_the_figures(tmp_path: Path) -> None:
+    fit(tmp_path, settings(max_steps=3), log=LogConfig(tracker=Tracker.tensorboard))
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+# --- Evaluations: which prompts are held out, and the tau of replaying them.
+
+
+def test_prompts_end_where_the_first_learnt_token_is() -> None:
+    chat = Sample([5, 6, 7, 8, 9], [False, False, True, True, False])
+    text = Sample(list(range(10, 50)), [True] * 40)
+    heldout = PackedDataset([chat, text], 64, seed=0)
+    assert sorted(select_heldout_prompts(heldout, 8)) == [[5, 6], list(range(10, 42))]
+    assert len(select_heldout_prompts(heldout, 1)) == 1
+
+
+def test_the_replayed_tau_is_that_of_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    target = random_target()
+    head = noisy_head(target)
+    prompts = [[5, 17, 40, 8], [61, 23, 77]]
+    replayed = make_heldout_replay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
+    steps = [
+        decode(target, MedusaDrafter(head, Tree.make_chain(3)), prompt, MAX_REPLAY_TOKENS).steps
+        for prompt in prompts
+    ]
+    prompts_steps = [PromptSteps("all", each, dialogue=n) for n, each in enumerate(steps)]
+    assert replayed["tau"] == tau(prompts_steps)
+    assert replayed["tau_prompts"] == 2
+    assert (replayed["tau_low"], replayed["tau_high"]) == compute_tau_interval(prompts_steps, 0)
+    depths = {"greedy_alpha_d1", "greedy_alpha_d2", "greedy_alpha_d3"}
+    assert set(replayed) == {"tau", "tau_prompts", "tau_low", "tau_high", *depths}
+    said = capsys.readouterr().err
+    assert ("target's own text: 100%" in said, "held-out tau: 100%" in said) == (True, True)
+
+
+def test_a_line_of_figures_says_what_tau_rests_on() -> None:
+    figures = {
+        "eval/loss": 2.5,
+        "eval/0-1k/top1_d1": 0.5,
+        "eval/tau": 1.26,
+        "eval/tau_prompts": 1.0,
+    }
+    assert format_figures(figures) == "loss 2.500, tau 1.260 (1 prompt)"
+    more = {"eval/tau_prompts": 16.0, "eval/tau_low": 1.1, "eval/tau_high": 1.4, "eval/tau_b": 3.0}
+    assert format_figures(figures | more) == (
+        "loss 2.500, tau 1.260 (16 prompts, 95% interval 1.10-1.40), tau_b 3.000"
+    )
+
+
+def test_training_the_head_does_not_change_the_answers() -> None:
+    target = random_target()
+    head = noisy_head(target)
+    replay = make_heldout_replay(LocalAnswerSource(target), [[5, 17, 40]], 3, head.taps)
+    replay(head)
+    first = replay.answers[0][0]
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+    assert replay(head)["tau"] == 1.0  # drafts nothing but token 0
+    assert replay.answers[0][0] is first

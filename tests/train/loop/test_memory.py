@@ -214,10 +214,3 @@ def test_the_benchmark_estimates_an_8b_target_from_shapes_alone(
     assert [each[:2] for each in asked] == [("training", 512)] * 4
     assert asked[2][3].endswith("conf/accelerate/fsdp2.yaml")
     assert {each[-1] for each in asked} == {""}
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_two_processes() -> None:
-    figures = dict(bench_training.measure_memory("eagle1", "small"))
-    for launch in ("one process", "DDP", "FSDP2", "ZeRO-2"):
-        assert figures[f"MB, {launch}, measured"] > 0

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +29,8 @@ from data.templates.record_encoder import Sample
 from eval.measure import engine_answers as engines
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_target, load_target_tokenizer
-from tests.servers import EngineServer, Fault, relaying, serving
-from tests.train.runs import ONE, TWO, arguments, kill_at
+from tests.servers import EngineServer, relaying, serving
+from tests.train.runs import ONE, TWO, arguments, curve, kill_at
 from tests.train.runs import trained as launched
 from train import dflash, eagle, medusa
 from train.loop import evaluation as replay
@@ -107,35 +107,27 @@ def served(inputs: Path, folder: Path, kind: str) -> EngineServer:
     return serving(target, folder, sorted({*LAYERS[kind], NUM_LAYERS}))
 
 
-def last(out_dir: Path, name: str) -> float:
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    return next(line[name] for line in lines[::-1] if name in line)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["eagle", *(pytest.param(each, marks=pytest.mark.slow) for each in ("medusa", "dflash"))],
-)
 def test_heads_learn_the_same_from_engines(
-    kind: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two, whose folders are seen by their relays alone."""
-    expected = trained(kind, inputs, tmp_path / "here", [])
+    expected = trained("eagle", inputs, tmp_path / "here", [])
     with ExitStack() as stack:
-        servers = [served(inputs, tmp_path / name, kind) for name in "ab"]
+        servers = [served(inputs, tmp_path / name, "eagle") for name in "ab"]
         urls = [stack.enter_context(each).url for each in servers]
         relays = [stack.enter_context(relaying(each.folder)).url for each in servers]
         for each in servers:
             each.told_folder = Path("/elsewhere") / each.folder.name
-        found = trained(kind, inputs, tmp_path / "served", urls, relays=relays)
+        found = trained("eagle", inputs, tmp_path / "served", urls, relays=relays)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
     for name in ("eval/loss", "eval/tau"):
-        assert last(tmp_path / "served", name) == pytest.approx(last(tmp_path / "here", name), 1e-4)
+        found, expected = (curve(tmp_path / way, name) for way in ("served", "here"))
+        assert found == pytest.approx(expected, 1e-4)
     assert all(list(each.folder.iterdir()) == [] for each in servers)
     assert min(len(each.bodies) for each in servers) > 5
     assert "training waits for hidden states" in capsys.readouterr().out
-    assert 0 <= last(tmp_path / "served", "train/waiting") <= 1
+    assert 0 <= curve(tmp_path / "served", "train/waiting")[-1] <= 1
     about = json.loads((tmp_path / "served/head/headsmith.json").read_text())["about_head"]
     assert f"target.engine={urls[0]}: log-probabilities 0.0000 nats" in "".join(about)
 
@@ -154,23 +146,7 @@ def test_engines_answer_what_the_target_answers_here(inputs: Path, tmp_path: Pat
     assert list(server.folder.iterdir()) == []
 
 
-SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
-    "no file": lambda t: t.clear(),
-    "NaN": lambda t: t["hidden_states"][0, 0, 0].fill_(torch.nan),
-    "zeros": lambda t: t["hidden_states"].zero_(),
-    "other tokens": lambda t: t["token_ids"].add_(1),
-    "fewer tokens": lambda t: t.update({name: each[:-1] for name, each in t.items()}),
-}
-REFUSED: dict[str, Fault] = {"died": "drop", "busy": (503, {}), "refuses": (422, {})}
-
-
-FAULTS = ("no file", "hangs")
-RARE = [
-    pytest.param(each, marks=pytest.mark.slow) for each in (*SPOILT, *REFUSED) if each not in FAULTS
-]
-
-
-@pytest.mark.parametrize("fault", [*FAULTS, *RARE])
+@pytest.mark.parametrize("fault", ["no file", "hangs"])
 def test_a_fault_that_passes_changes_nothing(
     fault: str, inputs: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
@@ -183,13 +159,11 @@ def test_a_fault_that_passes_changes_nothing(
             return True
         return False
 
-    if fault in REFUSED:
-        server.fault_for = lambda _: REFUSED[fault] if due() else None
-    elif fault == "hangs":
+    if fault == "hangs":
         monkeypatch.setattr(engines, "TIMEOUT_S", 2.0)
         server.change = lambda _: time.sleep(2.5) if due() else None
     else:
-        server.change = lambda tensors: SPOILT[fault](tensors) if due() else None
+        server.change = lambda tensors: tensors.clear() if due() else None
     with server:
         found = trained("medusa", inputs, tmp_path / "out", [server.url])
     assert hit
@@ -202,13 +176,6 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("undisturbed")
     with served(inputs, folder / "a", "medusa") as server:
         return trained("medusa", inputs, folder / "out", [server.url])
-
-
-def test_a_server_that_dies_ends_the_run_with_its_reason(inputs: Path, tmp_path: Path) -> None:
-    server = served(inputs, tmp_path / "a", "medusa")
-    server.fault_for = lambda _: (422, {}) if len(server.bodies) > NUM_PROBED else None
-    with server, pytest.raises(InputError, match=r"HTTP 422.*attempts in a row have failed"):
-        trained("medusa", inputs, tmp_path / "out", [server.url])
 
 
 def test_a_document_that_is_lost_is_not_learnt_from(

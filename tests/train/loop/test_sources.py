@@ -1,25 +1,24 @@
-"""Training from a feature store: what fits it, and what comes out of it."""
+"""Training from a feature store, and heads that go on: what fits, and what comes out of it."""
 
 import json
+import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commands import ROOT
-from hub_server import HubServer, Repo
-from stores import captured, save_inputs, settings
+from exported import edited_json
+from stores import NUM_LAYERS, captured, save_inputs, settings
 from toys import noisy_head, save_target
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig, RowsConfig, TeacherKind
 from conf.settings.eagle import EagleConfig, EagleForm, EagleRun
-from conf.settings.medusa import MedusaRun
+from conf.settings.medusa import MedusaConfig, MedusaRun
 from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from conf.settings.training import TrainConfig
@@ -29,12 +28,12 @@ from heads.eagle.eagle import EagleHead
 from heads.kinds import load_head
 from heads.medusa import MedusaHead
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-from heads.target_model.identity import identify_target
+from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target, load_target_tokenizer
 from heads.target_model.model import FeatureLayers
 from heads.vocab import DraftVocab
 from scripts import regenerate
-from tests.scripts.publish.test_push import hub_env
+from tests.train.runs import curve as column
 from train import eagle, medusa
 from train.loop import loop, sources
 from train.loop.command import TrainingCommand
@@ -45,6 +44,7 @@ from train.loop.sources import (
     format_authorship,
     load_embeddings_and_head,
     load_store,
+    load_target_source,
 )
 from train.objective import Objective
 
@@ -62,7 +62,10 @@ def on_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_inputs(tmp_path_factory.mktemp("inputs"))
+    """Conversations, a target, and one of the same shape in `changed`."""
+    folder = save_inputs(tmp_path_factory.mktemp("inputs"))
+    save_target(folder / "changed", seed=1, num_hidden_layers=NUM_LAYERS)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -109,43 +112,29 @@ def test_settings_that_contradict_the_store(
         open_with(store, target, **data)
 
 
-def change_config(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-5}))
-
-
-def change_tokenizer(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["added_tokens"][-1]["lstrip"] = True
-    path.write_text(json.dumps(content))
-
-
-def change_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
+def flip_last_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (change_config, "config"),
-        (change_tokenizer, "tokenizer"),
-        (lambda folder: (folder / "chat_template.jinja").write_text("{{ 1 }}"), "template"),
-        (change_weights, "weights"),
-    ],
-)
-def test_another_target_is_refused(
-    store: Path, inputs: Path, tmp_path: Path, change: Callable[[Path], object], named: str
-) -> None:
-    shutil.copytree(inputs / "target", tmp_path / "copy")
-    open_with(store, {"path": str(tmp_path / "copy")})
-    change(tmp_path / "copy")
+@pytest.mark.parametrize("named", ["config", "tokenizer", "template", "weights"])
+def test_another_target_is_refused(store: Path, inputs: Path, tmp_path: Path, named: str) -> None:
+    folder = shutil.copytree(inputs / "target", tmp_path / "copy")
+    open_with(store, {"path": str(folder)})
+    if named == "config":
+        with edited_json(folder / "config.json") as content:
+            content["rms_norm_eps"] = 1e-5
+    elif named == "tokenizer":
+        with edited_json(folder / "tokenizer.json") as content:
+            content["added_tokens"][-1]["lstrip"] = True
+    elif named == "template":
+        (folder / "chat_template.jinja").write_text("{{ 1 }}")
+    else:
+        flip_last_bit(folder / "model.safetensors")
     said = rf"not the target of .*: target\.{named} was \w{{12}}, is \w{{12}}\. Leave"
     with pytest.raises(InputError, match=said):
-        open_with(store, {"path": str(tmp_path / "copy")})
+        open_with(store, {"path": str(folder)})
 
 
 def test_what_is_not_there_is_refused(store: Path, inputs: Path, tmp_path: Path) -> None:
@@ -158,10 +147,7 @@ def test_what_is_not_there_is_refused(store: Path, inputs: Path, tmp_path: Path)
 
 def test_damaged_ends_are_refused(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "store")
-    path = tmp_path / "store/target/ends.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_last_bit(tmp_path / "store/target/ends.safetensors")
     opened = load_store(DataConfig(features=str(tmp_path / "store")), TargetConfig())
     with pytest.raises(InputError, match=r"ends\.safetensors: damaged"):
         load_embeddings_and_head(opened, CPU)
@@ -275,12 +261,8 @@ def curve(config: MedusaRun | EagleRun) -> list[float]:
         num_replay_prompts=1, learning_rate=1e-2,
     )  # fmt: skip
     entry.main(config)
-    lines = (Path(config.out_dir) / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [
-        *(line.get("train/loss", line.get("eval/loss")) for line in found),
-        found[-1]["eval/tau"],
-    ]
+    names = ("train/loss", "eval/loss", "eval/tau")
+    return [value for name in names for value in column(Path(config.out_dir), name)]
 
 
 def from_store(run: Any, store: Path, out_dir: Path) -> list[float]:
@@ -337,47 +319,20 @@ def test_tied_ends_and_biases_are_kept(tmp_path: Path) -> None:
         )
 
 
-FROM_HUB = """
-import sys
-from pathlib import Path
-from conf.errors import InputError
-from conf.settings.data import DataConfig
-from conf.settings.target import TargetConfig
-from conf.settings.scripts import CaptureRun
-from data.features.store_format import Manifest
-from scripts.capture import capture
-from train.loop.sources import load_store
-
-inputs, out_dir, *commits = sys.argv[1:]
-data = DataConfig(path=f"{inputs}/chat.jsonl", max_length=128, eval_fraction=0.2)
-for _ in range(2):  # the second time the weights are in the cache
-    capture(CaptureRun(TargetConfig(path="me/toy"), data, out_dir=out_dir), 40_000)
-target = Manifest.from_folder(Path(out_dir)).plan.target
-assert (target["name"], target["revision"]) == ("me/toy", commits[1])
-assert len(target["weights"]) == 64
-load_store(DataConfig(features=out_dir), TargetConfig(path="me/toy"))
-load_store(DataConfig(features=out_dir), TargetConfig(path=f"{inputs}/target"))
-try:
-    load_store(DataConfig(features=out_dir), TargetConfig(path="me/toy", revision=commits[0]))
-except InputError as error:
-    assert "target.revision was" in str(error), error
-else:
-    raise AssertionError
-"""
-
-
-@pytest.mark.slow
-def test_a_target_from_the_hub_is_known_by_its_commit(inputs: Path, tmp_path: Path) -> None:
-    with HubServer() as hub:
-        repo = hub.repos["me/toy"] = Repo(private=False)
-        files = {path.name: path.read_bytes() for path in (inputs / "target").iterdir()}
-        commits = [repo.commit(files | {"README.md": bytes([n])}) for n in range(2)]
-        done = subprocess.run(
-            [sys.executable, "-c", FROM_HUB, inputs, tmp_path / "store", *commits],
-            env=hub_env(hub, tmp_path / "home") | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_a_target_in_the_hubs_cache_is_known_by_its_commit(
+    store: Path, inputs: Path, tmp_path: Path
+) -> None:
+    commits = ["a1" * 20, "b2" * 20]
+    cached, other = (tmp_path / "snapshots" / commit for commit in commits)
+    for folder in (cached, other):
+        shutil.copytree(inputs / "target", folder)
+    store = shutil.copytree(store, tmp_path / "store")
+    with edited_json(store / "manifest.json") as manifest:
+        manifest["target"]["revision"] = commits[0]
+    for same in (cached, inputs / "target"):
+        open_with(store, {"path": str(same)})
+    with pytest.raises(InputError, match=rf"target\.revision was '?{commits[0][:6]}"):
+        open_with(store, {"path": str(other)})
 
 
 def test_a_run_and_its_head_say_who_wrote_the_answers(inputs: Path, tmp_path: Path) -> None:
@@ -415,3 +370,146 @@ def test_a_run_and_its_head_say_who_wrote_the_answers(inputs: Path, tmp_path: Pa
     assert about[0].startswith("training: 3 steps of ")
     assert about[1] == format_authorship(str(others), identity)[0]
     assert about[2].startswith("tokens to learn from: ")
+
+
+# --- A head that goes on, for the target it was trained for or for one that has changed since.
+
+
+def run_of(inputs: Path, out_dir: Path, head: str | None = None, **changes: Any) -> MedusaRun:
+    return MedusaRun(
+        target=TargetConfig(path=str(inputs / changes.pop("target", "target"))),
+        data=DataConfig(path=str(inputs / "chat.jsonl"), max_length=64, eval_fraction=0.2),
+        head=MedusaConfig(num_heads=2, path=head),
+        train=TrainConfig(
+            max_steps=2, batch_size=2, warmup_steps=1, log_steps=1, num_eval_sequences=2,
+            num_replay_prompts=1, save_steps=1,
+        ),
+        out_dir=str(out_dir),
+        **changes,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def head(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    medusa.main(run_of(inputs, folder))
+    return folder
+
+
+def test_tau_is_known_before_the_first_step_of_what_goes_on(
+    inputs: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    medusa.main(run_of(inputs, tmp_path, str(head / "head")))
+    assert "was trained for" not in capsys.readouterr().out
+    before, after = column(tmp_path, "eval/loss")
+    assert before == pytest.approx(column(head, "eval/loss")[0], rel=1e-6)
+    assert after != before
+    lines = [json.loads(each) for each in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 0
+    assert "eval/tau" in lines[0]
+    assert len(column(head, "eval/loss")) == 1
+    anew, gone_on = (
+        json.loads((each / "head" / "headsmith.json").read_text())["config"]["train"]
+        for each in (head, tmp_path)
+    )
+    assert gone_on["learning_rate"] == pytest.approx(0.2 * anew["learning_rate"])
+
+
+WORDS = re.compile(
+    r"head: trained for another target \((\S+), not (\S+)\), so fewer draft tokens may be "
+    r"accepted; set target\.path=\1, or train the head further \(docs/data\.md, A target that "
+    r"has changed\)\. "
+    r"What differs: target\.weights was \w{12}, is \w{12}"
+)
+
+
+def test_a_head_of_another_target_is_told_of(
+    inputs: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    medusa.main(run_of(inputs, tmp_path / "other", str(head / "head"), target="changed"))
+    assert WORDS.search(capsys.readouterr().out)
+
+
+def test_a_head_from_a_store_knows_the_target_that_was_captured(
+    inputs: Path, tmp_path: Path
+) -> None:
+    store = captured(inputs, tmp_path / "store")
+    run = run_of(inputs, tmp_path / "out")
+    data, target = DataConfig(features=str(store)), TargetConfig()
+    medusa.main(replace(run, data=data, target=target))
+    found = tmp_path / "out/head"
+    for name, told in (("target", False), ("changed", True)):
+        where = TargetConfig(path=str(inputs / name))
+        identity = identify_target(where, load_target_tokenizer(where), torch.float32)
+        assert (format_target_change("head.path", str(found), None, identity) is not None) == told
+    with edited_json(found / "headsmith.json") as noted:
+        noted["target_identity"]["name"] = identity.name
+    said = format_target_change("head.path", str(found), None, identity)
+    assert f"({identity.name} as it was), so fewer" in str(said)
+    assert "; train the head further (docs/data.md" in str(said)
+    with edited_json(found / "headsmith.json") as noted:
+        del noted["target_identity"]
+    assert format_target_change("head.path", str(found), None, identity) is None
+    (found / "headsmith.json").unlink()
+    assert format_target_change("head.path", str(found), None, identity) is None
+
+
+def test_a_run_goes_on_with_the_target_and_the_data_that_it_began_with(
+    inputs: Path, head: Path, tmp_path: Path
+) -> None:
+    text = (inputs / "chat.jsonl").read_text()
+    middle = len(text) // 2
+    # Some of the last rows are others, each as long as it was.
+    rows = text[:middle] + text[middle:].replace("than", "thin")
+    (tmp_path / "chat.jsonl").write_text(rows)
+    for group, name, value, says in (
+        ("target", "path", inputs / "changed", r"target\.weights was \w{12}, is \w{12}\."),
+        ("target", "dtype", Dtype.bfloat16, r"target\.dtype was 'float32', is 'bfloat16'\."),
+        ("data", "path", tmp_path / "chat.jsonl", r"data\.checksum was '\w{16}', is '\w{16}'\."),
+    ):
+        again = run_of(inputs, tmp_path / "out")
+        again.train.resume = str(head / "checkpoints/step-000001")
+        setattr(getattr(again, group), name, str(value) if name == "path" else value)
+        with pytest.raises(InputError, match=f"{says} Continue"):
+            medusa.main(again)
+
+
+def test_training_answers_as_the_generation_config_says(inputs: Path, tmp_path: Path) -> None:
+    """Its tau, and what rollouts learn: both ask the target that is made here."""
+    folder = shutil.copytree(inputs / "target", tmp_path / "target")
+    run = run_of(inputs, tmp_path / "out")
+    run.target.path = str(folder)
+    launched: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    file = folder / "generation_config.json"
+    usual = json.loads(file.read_text())
+
+    def source(**asks: Any) -> Any:
+        file.write_text(json.dumps(usual | asks))
+        return load_target_source(run, launched)
+
+    assert source().target.logits_processing == {}
+    found = source(repetition_penalty=1.5, stop_strings=["end"])
+    assert (found.target.logits_processing, found.target.stop_strings) == (
+        {"repetition_penalty": 1.5},
+        ("end",),
+    )
+    found = source(num_beams=4)
+    assert found.target.logits_processing == {}
+    assert found.lines[0].startswith("tau is measured on plain greedy answers: ")
+    assert "num_beams=4, which drafts cannot be verified with" in found.lines[0]
+    run.rollout.steps = 1
+    with pytest.raises(InputError, match="num_beams=4, which drafts cannot be verified with"):
+        source(num_beams=4)
+
+
+def test_rollouts_go_on_with_the_answers_that_they_began_with(inputs: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(inputs / "target", tmp_path / "target")
+    run = run_of(inputs, tmp_path / "out")
+    run.target.path, run.rollout.steps, run.rollout.max_new_tokens = str(folder), 1, 4
+    medusa.main(run)
+    with edited_json(folder / "generation_config.json") as content:
+        content["repetition_penalty"] = 1.5
+    run.train.resume = "auto"
+    said = r"answers\.generation_config was \[\], is \[\['repetition_penalty', 1\.5\]\]\. Continue"
+    with pytest.raises(InputError, match=said):
+        medusa.main(run)

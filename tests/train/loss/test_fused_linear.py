@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from train.loss.divergences import (
     p_log_p,
     total_variation,
 )
-from train.loss.fused_linear import Student, compute_fused_loss
+from train.loss.fused_linear import LowRank, Student, compute_fused_loss
 from train.loss.teachers import (
     TargetDistribution,
     build_hidden_teacher,
@@ -108,7 +109,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.fixture(params=[(1, 1), (4, 3), (1000, 2), (1000, 1000)])
+CUTS = [(1, 1), (4, 3), (1000, 2), (1000, 1000)]
+
+
+@pytest.fixture(params=CUTS)
 def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a chunk of float64 logits, and of a piece."""
     chunk, piece = request.param
@@ -117,61 +121,56 @@ def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fused, "TILE_BYTES", 4 * WIDTH * 5)
 
 
+VARIANTS: list[tuple[float, float | None, dict[str, float], bool]] = [
+    (1.0, None, {}, False),
+    (0.5, 3.0, {"top_k_weight": 0.7}, True),
+    (0.5, None, {"text_weight": 0.7}, True),
+]
+"""Scale and cap of the logits, further losses, and whether a low-rank product is added."""
+CASES = [
+    (*case, CUTS[number % len(CUTS)]) for number, case in enumerate(product(Divergence, VARIANTS))
+]
+
+
+@pytest.mark.parametrize(("kind", "variant", "rows_per_chunk"), CASES, indirect=["rows_per_chunk"])
 @pytest.mark.usefixtures("rows_per_chunk")
-@pytest.mark.parametrize("kind", list(Divergence))
-@pytest.mark.parametrize(("scale", "cap", "top_k_weight"), [(1.0, None, 0.0), (0.5, 3.0, 0.7)])
-def test_loss_and_gradients_are_those_of_the_naive_formula(
-    kind: Divergence, scale: float, cap: float | None, top_k_weight: float
-) -> None:
-    config = EagleConfig(divergence=kind, top_k_weight=top_k_weight, top_k=4, divergence_weight=0.6)
-    hidden = random(NUM_STUDENTS, WIDTH, seed=0).requires_grad_()
-    weight = random(len(DRAFTED), WIDTH, seed=1).requires_grad_()
+def test_loss_and_gradients_are_those_of_the_naive_formula(kind: Divergence, variant: Any) -> None:
+    """The text is learnt where its token can be drafted, even where the target's choice cannot."""
+    scale, cap, more, low_rank = variant
+    config = EagleConfig(divergence=kind, top_k=4, divergence_weight=0.6, **more)
+    hidden, states = (random(NUM_STUDENTS, n, seed=n).requires_grad_() for n in (WIDTH, 2))
+    weight, added = (random(len(DRAFTED), n, seed=1 + n).requires_grad_() for n in (WIDTH, 2))
     bias = random(len(DRAFTED), seed=2)
     log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
     scales = random(NUM_STUDENTS, seed=4)
     rows = torch.randint(NUM_ROWS, (NUM_STUDENTS,), generator=torch.Generator().manual_seed(5))
     rows = rows.sort().values
+    labels = torch.tensor([0, 3, 12, 1, 2, 6, 7, 9, 4, 5, 11])
+    columns = torch.tensor([0, -1, 8, 1, 2, -1, 5, 7, 3, 4, -1])[rows]
     vocab = DraftVocab(DRAFTED, VOCAB)
 
-    projection = Projection(weight, bias, scale, cap)
-    part = student(hidden, weight, rows, scales)._replace(projection=projection)
-    total, (found,) = compute_fused_loss([part], Exact(vocab, log_p), StepCriterion(config, vocab))
+    part = student(hidden, weight, rows, scales)
+    part = part._replace(projection=Projection(weight, bias, scale, cap))
+    teacher: Any = Exact(vocab, log_p)
+    if low_rank:
+        part = part._replace(added=LowRank(states, added))
+    if config.text_weight:
+        teacher = build_text_teacher(labels, teacher)
+    total, (found,) = compute_fused_loss([part], teacher, StepCriterion(config, vocab))
 
     logits = scale * (hidden @ weight.T + bias)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logits = logits + states @ added.T if low_rank else logits
+    text = logits.log_softmax(-1).gather(1, columns.clamp_min(0).unsqueeze(1)).squeeze(1)
     loss = naive(config, log_p.exp()[rows], DRAFTED, logits)
+    loss = loss - config.text_weight * torch.where(columns < 0, 0.0, text)
     expected = (scales * loss).sum()
     torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
-    pairs = zip(gradients(total, hidden, weight), gradients(expected, hidden, weight), strict=True)
-    for mine, theirs in pairs:
+    leaves = (hidden, weight, states, added) if low_rank else (hidden, weight)
+    for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     assert found[1].sum() == (DRAFTED[logits.argmax(-1)] == log_p[rows].argmax(-1)).sum()
-
-
-@pytest.mark.usefixtures("rows_per_chunk")
-def test_the_text_is_learnt_where_its_token_can_be_drafted() -> None:
-    """Beside KL: -log q of the text's token, whether or not the target's first choice is known."""
-    config, vocab = (
-        EagleConfig(text_weight=0.7, divergence_weight=0.6, top_k=4),
-        DraftVocab(DRAFTED, VOCAB),
-    )
-    hidden = random(NUM_ROWS, WIDTH, seed=0).requires_grad_()
-    weight = random(len(DRAFTED), WIDTH, seed=1).requires_grad_()
-    log_p = (2 * random(NUM_ROWS, VOCAB, seed=3)).log_softmax(-1)
-    labels = torch.tensor([0, 3, 12, 1, 2, 6, 7, 9, 4, 5, 11])
-    columns = [0, None, 8, 1, 2, None, 5, 7, 3, 4, None]
-    teacher = build_text_teacher(labels, Exact(vocab, log_p))
-    criterion = StepCriterion(config, vocab)
-    total, (found,) = compute_fused_loss([student(hidden, weight)], teacher, criterion)
-
-    logits = hidden @ weight.T
-    log_q = logits.log_softmax(-1)
-    text = [0.0 * row[0] if c is None else -row[c] for row, c in zip(log_q, columns, strict=True)]
-    expected = naive(config, log_p.exp(), DRAFTED, logits) + 0.7 * torch.stack(text)
-    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-12, atol=1e-12)
-    mine, theirs = gradients(total, hidden, weight), gradients(expected.sum(), hidden, weight)
-    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def pair_of(p: list[float], q: list[float]) -> DistributionPair:
@@ -210,7 +209,7 @@ def hard_students(widths: list[int]) -> tuple[list[Student], list[Tensor]]:
 
 
 @pytest.mark.usefixtures("rows_per_chunk")
-def test_hard_labels_and_several_projections() -> None:
+def test_hard_labels_of_several_projections_compiled_or_not(compiled: list) -> None:
     """Medusa: two heads with weights of their own over the same text."""
     labels = torch.randint(VOCAB, (NUM_ROWS,), generator=torch.Generator().manual_seed(0))
     students, leaves = hard_students([VOCAB, VOCAB])
@@ -219,25 +218,17 @@ def test_hard_labels_and_several_projections() -> None:
         logits, wanted = one.hidden @ one.projection.weight.T, labels[one.teacher_rows.host]
         loss = F.cross_entropy(logits, wanted, reduction="none")
         expected = expected + (one.scales[:] * loss).sum()
-    total, found = compute_fused_loss(students, build_text_teacher(labels), text_criterion)
-    torch.testing.assert_close(total, expected)
-    for mine, theirs in zip(gradients(total, *leaves), gradients(expected, *leaves), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    assert [tuple(values.shape) for values in found] == [(3, 7), (3, 7)]
-
-
-@pytest.mark.usefixtures("rows_per_chunk")
-def test_what_is_compiled_is_the_comparison_of_several_rows(compiled: list) -> None:
-    labels = torch.arange(NUM_ROWS) % 5
-    students, leaves = hard_students([VOCAB, VOCAB])
-    total, found = compute_fused_loss(students, build_text_teacher(labels), text_criterion)
-    expected = [total.detach(), *found, *gradients(total, *leaves)]
-    assert compiled == []
-    total, found = compute_fused_loss(
-        students, build_text_teacher(labels), text_criterion, compiled=True
-    )
-    got = [total.detach(), *found, *gradients(total, *leaves)]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    naively = [expected.detach(), *gradients(expected, *leaves)]
+    got = []
+    for way in (False, True):
+        assert compiled == []
+        teacher = build_text_teacher(labels)
+        total, found = compute_fused_loss(students, teacher, text_criterion, compiled=way)
+        got.append([*found, total.detach(), *gradients(total, *leaves)])
+        torch.testing.assert_close(got[-1][len(found) :], naively)
+        assert [tuple(values.shape) for values in found] == [(3, 7), (3, 7)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*got, strict=True))
+    # What is compiled is the comparison of several rows.
     sizes = [len(args[3]) for args in compiled]
     most = fused.CPU_PIECE_BYTES // (4 * VOCAB)
     assert 1 not in sizes and max(sizes, default=0) <= most
@@ -245,7 +236,7 @@ def test_what_is_compiled_is_the_comparison_of_several_rows(compiled: list) -> N
 
 
 def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo gives up on the ninth kind, and runs it and all later ones as they are written."""
+    """Dynamo gives up beyond so many kinds, and runs all later ones as they are written."""
     given, usual, counted = [], torch.compile, torch._dynamo.utils.counters["stats"]
 
     def cheap(function: Callable, **options: object) -> Callable:
@@ -259,9 +250,9 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
     )
     torch._dynamo.reset()
     fused._compile_criterion.cache_clear()
-    with torch._dynamo.config.patch(recompile_limit=8):
+    with torch._dynamo.config.patch(recompile_limit=3):
         for of_first_round in (2, 0):  # with gradients and without
-            for kind in Divergence:
+            for kind in (Divergence.kl, Divergence.tv):
                 criterion, before = (
                     StepCriterion(EagleConfig(divergence=kind), vocab),
                     dict(counted),
@@ -279,12 +270,15 @@ def test_every_kind_of_loss_of_a_process_is_compiled_once(monkeypatch: pytest.Mo
 def test_logits_of_all_chunks_lie_in_one_place(
     compiled: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for each width; gradients are not asked for, and not carried back."""
+    """One for each width; gradients are not asked for, so nothing is kept for them."""
     monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * 7)
     students, _ = hard_students([VOCAB, VOCAB, VOCAB - 2, VOCAB])
     labels = torch.arange(NUM_ROWS) % 5
     with torch.no_grad():
-        compute_fused_loss(students, build_text_teacher(labels), text_criterion, compiled=True)
+        total, found = compute_fused_loss(
+            students, build_text_teacher(labels), text_criterion, compiled=True
+        )
+    assert not total.requires_grad and not any(values.requires_grad for values in found)
     assert [args[4] for args in compiled] == [False] * 4
     places = [args[3].untyped_storage().data_ptr() for args in compiled]
     assert places[0] == places[1] == places[3] != places[2]
@@ -482,17 +476,6 @@ def test_a_total_is_run_backward_once_and_as_it_is(trained: bool) -> None:
     again.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a total must be run backward once and unscaled"):
         again.backward()
-
-
-def test_without_gradients_nothing_is_kept() -> None:
-    hidden, weight = random(4, WIDTH, seed=0).requires_grad_(), random(VOCAB, WIDTH, seed=1)
-    part = student(hidden, weight)
-    with torch.no_grad():
-        total, (found,) = compute_fused_loss(
-            [part], build_text_teacher(torch.arange(4)), text_criterion
-        )
-    assert not total.requires_grad
-    assert not found.requires_grad
 
 
 @pytest.mark.parametrize(

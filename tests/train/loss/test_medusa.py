@@ -160,17 +160,6 @@ def test_what_steps_learn_lies_in_the_order_of_the_answers() -> None:
     assert nothing.step_sizes == (0, 0, 0, 0)
 
 
-def test_rows_return_to_their_steps() -> None:
-    _, batch = random_batch(3)
-    found = StepTargets.from_supervision(add_supervision(batch, 3)[SUPERVISION])
-    answers = found.matched_rows.teacher_rows.host
-    assert answers.diff().min() >= 0
-    steps = found.row_steps[found.step_order]
-    assert steps.tolist() == [step for step, n in enumerate(found.step_sizes) for _ in range(n)]
-    for step, part in enumerate(answers[found.step_order].split(found.step_sizes)):
-        assert part.equal(add_supervision(batch, 3)[SUPERVISION].depths[1 + step].teacher_rows.host)
-
-
 @pytest.mark.parametrize("columns", [5, 64, 640, 1000])
 def test_rankings_by_groups_are_those_of_torch(columns: int) -> None:
     generator = torch.Generator().manual_seed(0)

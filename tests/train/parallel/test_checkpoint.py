@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -151,41 +150,19 @@ def test_checkpoint_of_an_earlier_format(tmp_path: Path) -> None:
         checkpoint.load_checkpoint(path)
 
 
-def check_full(folder: Path, made: CheckpointTensors, older: Path, match: str) -> None:
-    with pytest.raises(InputError, match=match) as caught:
-        save(folder, made, 2)
-    assert str(folder / "step-000002") in str(caught.value)
-    assert [p.name for p in folder.iterdir()] == [older.name]
-    assert checkpoint.find_latest_checkpoint(folder, print) == older
-
-
 def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
-    """The same through the real writer, stopped by a limit on the size of files."""
+    """Stopped by a limit on the size of files, as a full disk stops it."""
     made = tensors(width=4000)
     older = save(tmp_path, made, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        check_full(tmp_path, made, older, "File too large")
+        with pytest.raises(InputError, match=r"step-000002.*File too large"):
+            save(tmp_path, made, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(tmp_path)],
-        check=False,
-        capture_output=True,
-    )
-    if mounted.returncode:
-        pytest.skip("may not mount a small file system here")
-    try:
-        made = tensors(width=16_000)
-        older = checkpoint.save_checkpoint(tmp_path / "c", tensors(), Progress(1, 1, RUN), 2)
-        check_full(tmp_path / "c", made, older, "No space left on device")
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert [p.name for p in tmp_path.iterdir()] == [older.name]
+    assert checkpoint.find_latest_checkpoint(tmp_path, print) == older
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

@@ -29,7 +29,6 @@ from tests.train.runs import (
     assert_same_run,
     begin,
     curve,
-    kill_at,
     launched,
     run,
     start,
@@ -72,6 +71,7 @@ def test_a_run_says_what_it_does_and_where_its_head_is_from(
     out_dir = straight()
     said = (out_dir.parent / "said").read_text()
     assert "1 process(es), cpu, 1 thread(s) each; the head goes to" in said
+    assert "target: scaled_dot_product_attention, document by document" in said
     assert "verdict: " in said[said.index("head saved to") : said.index("next, measure")]
     assert f"eval/acceptance.py head.path={out_dir}/head target.path={inputs}/target" in said
     origin = json.loads((out_dir / "head/headsmith.json").read_text())
@@ -200,21 +200,14 @@ def with_fault(name: str, words: list[str]) -> list[str]:
     return [str(ROOT / "tests/launched_fault.py"), name, *words[1:]]
 
 
-@pytest.mark.parametrize(
-    ("fault", "process"),
-    [
-        pytest.param("first-cannot-measure", 0, marks=pytest.mark.slow),
-        ("second-cannot-measure", 1),
-    ],
-)
 def test_an_evaluation_that_fails_in_one_process_stops_none(
-    straight: Straight, inputs: Path, tmp_path: Path, fault: str, process: int
+    straight: Straight, inputs: Path, tmp_path: Path
 ) -> None:
-    command = [*ONE, *with_fault(fault, arguments(inputs, tmp_path / "out"))]
+    command = [*ONE, *with_fault("second-cannot-measure", arguments(inputs, tmp_path / "out"))]
     processes = commands.run_two(command, tmp_path, ENV)
     assert [done.returncode for done in processes] == [0, 0], processes
     said = "".join(done.stdout + done.stderr for done in processes)
-    assert said.count(f"the evaluation failed in process {process}, training goes on") == 2
+    assert said.count("the evaluation failed in process 1, training goes on") == 2
     assert "RuntimeError: tensors on two devices" in said
     assert "its last evaluation failed" in said
     assert curve(tmp_path / "out", "eval/loss") == []
@@ -236,10 +229,8 @@ LAYOUTS = {
     "peagle": "ddp zero2",
     "mtp of MiMoForCausalLM": "fsdp2 zero3",
     "mtp of DeepseekV3ForCausalLM": "ddp",
-    "medusa, rollouts": "fsdp2",
     "eagle3, rollouts": "zero2",
     "dspark, rollouts": "ddp",
-    "eagle3 of gpt_oss": "ddp",
     "eagle3 of qwen3_next": "ddp",
 }
 """Each kind in some, each layout with several."""
@@ -382,16 +373,6 @@ def test_two_processes_leave_out_what_one_does(inputs: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_behind_a_round_ends_as_one_that_was_not(
-    straight: Straight, inputs: Path, tmp_path: Path
-) -> None:
-    command = [*ONE, *arguments(inputs, tmp_path / "out", kind="dspark, rollouts")]
-    kill_at(tmp_path / "out/rollouts/round-0001", command, tmp_path)
-    trained([*command, "train.resume=auto"], tmp_path)
-    assert_equal_weights(tmp_path / "out", straight("dspark, rollouts"))
-
-
-@pytest.mark.slow
 def test_wandb_offline_and_unreachable(inputs: Path, tmp_path: Path) -> None:
     key = "a1b2c3d4e5" * 4
     more = ["log.tracker=wandb", "train.max_steps=3"]
@@ -403,23 +384,3 @@ def test_wandb_offline_and_unreachable(inputs: Path, tmp_path: Path) -> None:
         assert (out_dir / "head").is_dir()
         for path in out_dir.rglob("*"):
             assert not path.is_file() or key.encode() not in path.read_bytes(), path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        ("medusa", ["head.labels=soft", "train.schedule=wsd"]),
-        ("eagle3", ["head.divergence=nla"]), ("eagle3", ["head.divergence=hybrid"]),
-    ],
-)  # fmt: skip
-def test_other_losses_in_bfloat16(straight: Straight, kind: str, more: list[str]) -> None:
-    out_dir = straight(kind, "train.dtype=bfloat16", *more)
-    losses = curve(out_dir, "train/loss")
-    assert losses[-1] < losses[0]
-    assert (
-        "attention of the target: scaled_dot_product_attention, document by document\n"
-        in (out_dir.parent / "said").read_text()
-    )
-    floats = [each for each in weights(out_dir).values() if each.is_floating_point()]
-    assert {each.dtype for each in floats} == {torch.float32}

@@ -8,13 +8,11 @@ import torch
 from torch import nn
 
 import heads.devices
-from conf.errors import InputError
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.devices import Processor, warn_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa
-from tests.train.parallel.test_strategies import MUON
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.optimizers import (
@@ -160,22 +158,6 @@ def test_the_average_is_what_is_evaluated_and_saved(tmp_path: Path) -> None:
     fit(tmp_path / "average", config, evaluate=evaluate)
     assert weights(tmp_path / "average")["weight"] == pytest.approx(average.tolist(), rel=1e-5)
     assert shown == [weights(tmp_path / "average")["weight"]]
-
-
-@pytest.mark.parametrize("change", [MUON, {"average_decay": 0.5}], ids=["muon", "average"])
-def test_a_run_goes_on_only_with_the_optimizer_it_began_with(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
-    fit(tmp_path / "straight", settings(**change))
-    fit(tmp_path / "out", settings(max_steps=6, save_steps=3, **change))
-    saved = tmp_path / "out/checkpoints/step-000003"
-    again = settings(resume=str(saved), **change)
-    fit(tmp_path / "again", again)
-    assert weights(tmp_path / "again") == weights(tmp_path / "straight")
-    with pytest.raises(
-        InputError, match=r"with other settings: train\.(optimizer|average_decay) was "
-    ):
-        fit(tmp_path / "other", settings(resume=str(saved)))
 
 
 def test_a_run_in_a_dtype_that_the_processor_imitates_is_told_so(

@@ -20,7 +20,7 @@ from conf.settings.medusa import (
     MedusaConfig,
 )
 from conf.settings.target import Dtype
-from conf.settings.training import LogConfig, Schedule, TrainConfig
+from conf.settings.training import LogConfig, Optimizer, Schedule, TrainConfig
 from heads.eagle.eagle import EagleHead
 from heads.medusa import MedusaHead
 from heads.target_model.adapter import Adapter
@@ -70,6 +70,7 @@ def eagle_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("head.token_normalizer", TokenNormalizer.supervised), ("head.top_k_weight", 1.0),
         ("train.max_grad_norm", 0.5), ("train.warmup_steps", 2), ("train.batch_size", 2),
         ("train.weight_decay", 0.1), ("train.adam_beta2", 0.95),
+        ("train.optimizer", Optimizer.adamw), ("train.average_decay", 0.5),
     ],
 )  # fmt: skip
 def test_an_eagle_run_does_not_go_on_as_another(
