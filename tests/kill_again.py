@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
@@ -33,9 +34,9 @@ def attempt(name: str, overrides: list[str], log: Path) -> int:
     try:
         module = importlib.import_module(ENTRIES[name])
         sys.argv = [module.__file__, *overrides]
-        if name == "capture":
-            module.SHARD_BYTES = 4000  # a sequence or two, so that there are many
-        module.COMMAND.run(module.main)
+        # Shards of a sequence or two, so that there are many.
+        main = partial(module.capture, shard_bytes=4000) if name == "capture" else module.main
+        module.COMMAND.run(main)
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)
