@@ -61,9 +61,9 @@ def straight(
 
 def test_a_head_learns(straight: tuple[str, Path]) -> None:
     _, out_dir = straight
-    early, late = curve(out_dir, "eval/loss")
-    assert late < early
-    for name in ("loss_d3", "top1_d3", "alpha_d3", "greedy_alpha_d3", "tau"):
+    first, *_, last = curve(out_dir, "train/loss")
+    assert last < first
+    for name in ("loss", "loss_d3", "top1_d3", "alpha_d3", "greedy_alpha_d3", "tau"):
         assert len(curve(out_dir, f"eval/{name}")) == 2, name
 
 
