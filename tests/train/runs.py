@@ -172,7 +172,7 @@ def begin(command: list[str], cwd: Path) -> commands.Command:
 
 
 def wait_for(path: Path, process: "commands.Command | subprocess.Popen[str]") -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300  # DeepSpeed compiles an operation at its first launch
     while not path.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
