@@ -476,7 +476,7 @@ class TreeCache(Cache):
         certain_lengths: tokens per text after the certain tokens, committed ones included.
         num_needed_slots: slots that the announced passes need in all.
         has_shared_slots: True if every text that has new tokens writes them to the same slot
-            numbers, and no width is fixed.
+            numbers, after the committed tokens of all texts, and no width is fixed.
         write_slots: slots [B, n] int64 that the next pass writes; with shared slots one int, the
             first of these slots.
         read_width: slots that the next pass reads.
@@ -506,9 +506,10 @@ class TreeCache(Cache):
         lengths = self.slots.lengths
         counts = self.num_certain or [1] * len(lengths)
         starts = {length for length, count in zip(lengths, counts, strict=True) if count}
-        self.has_shared_slots = len(starts) == 1 and self.slots.fixed_width is None
+        # Padding of texts without new tokens is forgotten, but must not overwrite what they hold.
+        is_last = len(starts) == 1 and max(lengths) in starts
+        self.has_shared_slots = is_last and self.slots.fixed_width is None
         if self.has_shared_slots:
-            # Padding of texts without new tokens is forgotten.
             self.write_slots = starts.pop() + num_pending - num_new
         else:
             self.write_slots = self.slots.compute_pending_slots(num_new, num_pending)

@@ -12,9 +12,10 @@ from toys import random_model, tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from eval.decode.drafters.cross_tokenizer import CrossTokenizerDrafter, Translation, Translator
-from eval.decode.engine import NoDraft, decode, decode_batch
+from eval.decode.engine import NoDraft, Request, decode, decode_batch, decode_many
 from heads.decoding.drafting import PAD, Draft, Roots
 from heads.decoding.sampling import Sampling
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from heads.target_model.model import Target
 
 LINES = (
@@ -123,6 +124,21 @@ def test_a_model_that_says_the_same_is_accepted(models_by_tokenizer, name: str) 
     # What is cut at the end of a text was proposed too.
     assert sum(step.num_accepted for step in steps) > 0.9 * drafter.proposed
     assert sum(step.num_emitted for step in steps) > 4.5 * len(steps)
+
+
+def test_a_text_in_anothers_place_leaves_what_is_held_of_the_text_beside_it(
+    models_by_tokenizer, monkeypatch
+) -> None:
+    """It is read in parts, while nothing is read of the other, which may be longer."""
+    monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
+    target, draft = (models_by_tokenizer[name] for name in ("bytes", "wordy"))
+    requests = [Request(ids) for ids in prompts(target)]
+
+    def make(_seeds: list[int]) -> Checked:
+        return Checked(draft, target.tokenizer, 4, window=10)
+
+    for request, text in zip(requests, decode_many(target, make, requests, 40, 2), strict=True):
+        assert text.token_ids == decode(target, NoDraft(), request.prompt_ids, 40).token_ids
 
 
 @pytest.mark.parametrize(
