@@ -181,7 +181,8 @@ def save_target_gguf(target: Target, file: Path, eos_token_id: int) -> None:
         "general.architecture": Value.from_content(arch),
         **{f"{arch}.{key}": Value.from_content(size) for key, size in sizes.items()},
         **rope_metadata(config.rope_parameters, arch),
-        **build_vocab_metadata(target.vocab_size, eos_token_id=eos_token_id),
+        **build_vocab_metadata(target.vocab_size),
+        "tokenizer.ggml.eos_token_id": Value.from_content(eos_token_id),
     }
     tensors = {}
     for ours, theirs, num_heads in names(target.model):
