@@ -3,14 +3,16 @@
 import gc
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported. Matrices are small here: threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-
-settings.register_profile("fixed", derandomize=True, max_examples=30, deadline=None)
+settings.register_profile(
+    "fixed", derandomize=True, max_examples=30, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 settings.load_profile("fixed")
 
 

@@ -94,21 +94,8 @@ def renamed(old: str, new: str, stays: bool = False) -> Fault:
     return lambda _, t: t.update({new: t[old].clone() if stays else t.pop(old)})
 
 
-def swapped(one: str, other: str) -> Fault:
-    """Exchanges two tensors."""
-
-    def swap(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors[one], tensors[other] = tensors[other], tensors[one]
-
-    return swap
-
-
 def both(*faults: Fault) -> Fault:
     return lambda config, tensors: [fault(config, tensors) for fault in faults]
-
-
-def halves_swapped(*names: str) -> Fault:
-    return both(*(tensor(n, lambda t: torch.cat(t.chunk(2, dim=1)[::-1], dim=1)) for n in names))
 
 
 def absolute(offsets: Tensor) -> Tensor:

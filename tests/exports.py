@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from feature_heads import fresh, settings_of
-from safetensors.torch import load_file
 from toys import noisy_head, random_target
 
 from conf.errors import InputError
@@ -187,10 +186,3 @@ def exported(head: DraftHead, target: Target, engine: str, folder: Path) -> Path
 
 def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
-
-
-def stored(folder: Path, weights: str = "model.safetensors") -> dict[str, str]:
-    return {
-        name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
-        for name, each in load_file(folder / weights).items()
-    }

@@ -6,8 +6,6 @@ from drafters import draft_paths, seen
 from eval.decode.drafters.lookahead import Lookahead
 from heads.decoding.drafting import PAD, CommittedTokens, Roots
 
-PROMPT = [5, 17, 40, 8, 77, 23, 61]
-
 
 def answered(token_ids: list[list[int]], answers: list[dict[int, int]]) -> CommittedTokens:
     """As the engine shows a pass, with the target's answers at some nodes."""
