@@ -116,7 +116,7 @@ def test_it_is_measured_and_told_apart_from_another_quantisation(
             "data.num_prompts=2", "max_new_tokens=8", "num_turns=2", f"out_dir={run_dir / kind}",
         )  # fmt: skip
         said[kind] = " ".join(capsys.readouterr().err.split())
-    assert "0prompt" not in said["Q4_1"]  # a bar of later turns that no dialogue has
+    assert " 0prompt " not in said["Q4_1"]  # a bar of later turns that no dialogue has
     result = json.loads((run_dir / "Q4_1" / "acceptance.json").read_text())
     assert result["target_identity"]["quantization"] == "Q4_1"
     assert result["tau"] >= 1
