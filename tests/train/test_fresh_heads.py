@@ -155,7 +155,7 @@ def test_heads_that_cannot_be_trained_are_refused(target: Target, tmp_path: Path
     with pytest.raises(InputError, match=r"head.layers=\[4\]: must be rising and of 0..3"):
         begun("dflash", target, layers=[4])
     target.output_head.weight.requires_grad_(False).data = target.output_head.weight.to(torch.int8)
-    for kind in ("eagle1", "dflash"):
+    for kind in ("medusa", "eagle1", "dflash"):
         with pytest.raises(InputError, match="its output head is quantised"):
             begun(kind, target)
 

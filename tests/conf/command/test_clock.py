@@ -27,8 +27,15 @@ class Machine:
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 1), ("cuda", 11)])
 def test_a_call_takes_until_the_device_is_done(monkeypatch, device: str, seconds: float) -> None:
-    machine = Machine(monkeypatch)
-    assert measure_seconds(lambda: machine.work(1), torch.device(device)) == seconds
+    machine, begun = Machine(monkeypatch), list[float]()
+
+    def call() -> None:
+        begun.append(machine.now)
+        machine.work(1)
+
+    assert measure_seconds(call, torch.device(device)) == seconds
+    # What the device had to do before is done before the call.
+    assert begun == [seconds - 1]
 
 
 def test_parts_add_up_and_the_rest_is_the_hosts(monkeypatch) -> None:

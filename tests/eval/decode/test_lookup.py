@@ -179,6 +179,9 @@ def test_rejected_nodes_teach_too_and_the_latest_counts() -> None:
     drafter.observe(ranked(1, [[[9, 8], [3, 4], [5, 6], [], []]]))
     assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[9, 8, 5, 3]]
     assert drafter.propose(Roots.from_ids([8])).tokens.tolist() == [[3, 4, PAD, PAD]]
+    drafter.observe(ranked(1, [[[6, 2]] + [[]] * 4]))
+    # What was learnt of 7 and 9 before stays; of 8 the latest counts.
+    assert drafter.propose(Roots.from_ids([7])).tokens.tolist() == [[9, 8, 5, 6]]
 
 
 def test_what_was_learnt_outlives_a_drafter_and_texts() -> None:

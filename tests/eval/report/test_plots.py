@@ -123,6 +123,8 @@ def test_a_picture_of_heads_side_by_side(drawn) -> None:
     assert lines(middle) == [[(1, 0.5)], [(1, 0.75), (2, 0.5)]]
     assert lines(right) == [[(1, 0.875), (2, 0.625)]]
     assert right.lines[0].get_color() == middle.lines[1].get_color()
+    [legend] = left.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
 
 
 def test_a_picture_of_tools_side_by_side(drawn) -> None:

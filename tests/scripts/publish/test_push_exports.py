@@ -92,6 +92,8 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
         "vllm serve me/llama --speculative-config '"
         '{"method": "eagle3", "model": "toy-eagle3/vllm", "num_speculative_tokens": ',
         "--speculative-draft-model-path toy-eagle3/sglang ",
+        "Parity: an independent reader, which only knows the engine's documented names, ",
+        "Headsmith's `python scripts/verify_export.py FOLDER` checks it again on the serving ",
         "draft vocabulary: 48 of 96 ids cover 91.20% of the learnt tokens",
         "**1.812**",
     ):

@@ -113,6 +113,10 @@ def test_sizes_are_small_and_fit_each_other() -> None:
     whole = make_tiny_config("qwen3_5")
     assert whole.image_token_id != whole.video_token_id
     assert 300 <= min(whole.image_token_id, whole.video_token_id) < whole.text_config.vocab_size
+    several = make_tiny_config("ovis2")
+    ids = several.visual_indicator_token_ids
+    assert len(ids) == len(set(ids)) == 5
+    assert 300 <= min(ids) <= max(ids) < several.text_config.vocab_size
 
 
 def test_nothing_grows() -> None:
