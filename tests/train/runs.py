@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,9 @@ def target_of(inputs: Path, name: str) -> Path:
             from mtp_targets import saved
 
             saved(inputs / name, name)
+            for file in (inputs / "target").glob("*token*"):  # of the words of the conversations
+                shutil.copy(file, inputs / name)
+            shutil.copy(inputs / "target/chat_template.jinja", inputs / name)
     return inputs / name
 
 
