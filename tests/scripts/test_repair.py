@@ -88,10 +88,10 @@ def broken(head: Path, folder: Path, fault: Fault) -> Path:
     return copy
 
 
-OTHERS = [3, 5]
-DFLASH_LAYERS = key("dflash_config", "target_layer_ids", to=OTHERS)
-DSPARK_LAYERS = key("target_layer_ids", to=OTHERS)
-EAGLE_LAYERS = both(key("eagle_aux_hidden_state_layer_ids", to=OTHERS), key("eagle_config", to={}))
+# Hidden states 3 and 5, which block heads' files count from 0.
+DFLASH_LAYERS = key("dflash_config", "target_layer_ids", to=[2, 4])
+DSPARK_LAYERS = key("target_layer_ids", to=[2, 4])
+EAGLE_LAYERS = both(key("eagle_aux_hidden_state_layer_ids", to=[3, 5]), key("eagle_config", to={}))
 # Both places that name theta, as a config that contradicts itself is refused.
 THETA = both(key("rope_theta", to=3.0), key("rope_parameters", "rope_theta", to=3.0))
 LAYERS = "hidden states [2, 4], not [3, 5]"
