@@ -67,7 +67,7 @@ def test_replay_equals_chain_decoding_step_for_step(name: str, depth: int) -> No
         assert decoded.token_ids == text
         assert replay_response(target, head, Tree.make_chain(depth), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
-    assert num_accepted > NUM_TOKENS
+    assert num_accepted > NUM_TOKENS // 2
 
 
 @pytest.mark.parametrize(("name", "shape"), TREES)
