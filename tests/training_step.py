@@ -88,10 +88,11 @@ def first_step(
     out_dir: Path,
     compiled: bool = False,
     micro_batch_size: int = 2,
+    batch_size: int = 4,
 ) -> FirstStep:
-    """The loop's first step, on 4 sequences."""
+    """The loop's first step."""
     config = TrainConfig(
-        max_steps=2, batch_size=4, micro_batch_size=micro_batch_size, warmup_steps=0,
+        max_steps=2, batch_size=batch_size, micro_batch_size=micro_batch_size, warmup_steps=0,
         max_grad_norm=None, dtype=dtype, learning_rate=1e-3, schedule=Schedule.constant,
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -390,10 +390,9 @@ def test_the_manifest_says_where_a_store_is_from(whole: Path, inputs: Path) -> N
 
 
 @pytest.mark.parametrize("seen", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_states_may_come_from_an_engine(seen, tmp_path, monkeypatch) -> None:
+def test_states_may_come_from_an_engine(seen, inputs, tmp_path, monkeypatch) -> None:
     """From its folder, or over a relay where this machine does not see it."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    inputs = save_inputs(tmp_path / "inputs")
     whole = captured(inputs, tmp_path / "whole", layers=[1, 2])
     target = load_target(settings(inputs, tmp_path).target, CPU)
     with serving(target, tmp_path, [1, 2, NUM_LAYERS]) as server, relaying(server.folder) as relay:

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import commands
@@ -14,6 +13,7 @@ from conf.command import environment
 from conf.command.environment import count_threads
 from conf.errors import InputError
 from tests.eval.test_commands import made
+from tests.train.runs import start
 
 OWN = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER"))}
 SCRIPT = f"""
@@ -72,24 +72,28 @@ def test_every_command_that_computes_takes_them(tmp_path: Path) -> None:
     assert said("num_threads=3") == "3 3\n"
 
 
-def measured(settings: dict, out_dir: Path, run: Callable) -> dict:
-    command = [
-        sys.executable, str(ROOT / "eval/speedup.py"), "methods=medusa_tree",
+def words_of(settings: dict, out_dir: Path) -> list[str]:
+    return [
+        "methods=medusa_tree",
         f"target.path={settings['target']}", f"data.path={settings['data']}",
-        f"head.path={settings['head']}", f"out_dir={out_dir}", "max_new_tokens=16",
+        f"head.path={settings['head']}", f"out_dir={out_dir}", "max_new_tokens=8",
         "num_repeats=1", "num_warmups=0", "temperature=0.7", "data.num_prompts=3",
     ]  # fmt: skip
-    processes = run(command, out_dir.parent, OWN | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+
+def test_two_processes_measure_what_one_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = made(tmp_path, "llama")
+    start("eval/speedup.py", *words_of(settings, tmp_path / "1"))
+    assert capsys.readouterr().out.count("wrote") == 1
+    command = [sys.executable, str(ROOT / "eval/speedup.py"), *words_of(settings, tmp_path / "2")]
+    environ = OWN | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    processes = commands.run_two(command, tmp_path, environ)
     for done in processes:
         assert done.returncode == 0, done.stderr
-    assert [done.stdout.count("wrote") for done in processes] == [1, 0][: len(processes)]
-    return json.loads((out_dir / "speedup.json").read_text())
-
-
-def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
-    settings = made(tmp_path, "llama")
-    one = measured(settings, tmp_path / "1", lambda *how: [commands.run(*how)])
-    two = measured(settings, tmp_path / "2", commands.run_two)
+    assert [done.stdout.count("wrote") for done in processes] == [1, 0]
+    one, two = (json.loads((tmp_path / name / "speedup.json").read_text()) for name in "12")
     for key in ("tau", "tau_ci95", "alpha", "num_tokens", "num_steps"):
         assert one["methods"]["medusa_tree"][key] == two["methods"]["medusa_tree"][key]
     assert [text["methods"] for text in one["texts"]] == [text["methods"] for text in two["texts"]]

@@ -48,10 +48,10 @@ def test_a_matrix_of_that_rank_loses_nothing() -> None:
 
 HEADS: dict[str, Callable[[Target], DraftHead]] = {
     "medusa": noisy_head,
-    "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=4),
-    "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=4),
-    "dspark": partial(feature_head, name="dspark", num_updates=4),
-    "peagle": partial(feature_head, name="peagle", num_updates=4),
+    "eagle1": partial(eagle_head, form=EagleForm.eagle1, num_updates=4, num_texts=2),
+    "eagle3": partial(eagle_head, form=EagleForm.eagle3, num_updates=4, num_texts=2),
+    "dspark": partial(feature_head, name="dspark", num_updates=4, num_texts=2),
+    "peagle": partial(feature_head, name="peagle", num_updates=4, num_texts=2),
 }
 
 
@@ -61,7 +61,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     head = HEADS[kind](target)
     head.attach(target).eval()
     prompt = texts(target, 1, 4)[0]
-    plain = decode(target, NoDraft(), prompt, 24).token_ids
+    plain = decode(target, NoDraft(), prompt, 14).token_ids
     chain = Tree.make_chain(3)
     output = target.encode_text(prompt + plain[:-1], head.taps)
     whole = rank_candidates(head, chain, output, prompt, plain)
@@ -72,7 +72,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
     ranked = rank_candidates(head, chain, output, prompt, plain)
     assert ranked != whole
     drafter = head.make_drafter(chain, GREEDY, [0])
-    drafted = decode(target, drafter, prompt, 24)
+    drafted = decode(target, drafter, prompt, 14)
     assert drafted.token_ids == plain
     assert drafted.steps == replay_tree(chain, ranked, plain)
 
@@ -80,7 +80,7 @@ def test_heads_draft_otherwise_and_texts_stay(kind: str) -> None:
 def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() -> None:
     target = random_target(num_hidden_layers=4)
     prompt = texts(target, 1, 4)[0]
-    plain = decode(target, NoDraft(), prompt, 16)
+    plain = decode(target, NoDraft(), prompt, 8)
     lent = make_low_rank_target(target, 2)
     lent.output_head.num_candidates = 1
     for rank in (None, 2):
@@ -91,10 +91,10 @@ def test_a_draft_model_and_the_target_itself_draft_through_a_head_of_low_rank() 
             target, list_skipped_layers(target, 4), 3, output_head=None if rank is None else lent
         )
         for drafter in (DraftModel(model, Tree.make_chain(3)), itself):
-            found = decode(target, drafter, prompt, 16)
+            found = decode(target, drafter, prompt, 8)
             assert found.token_ids == plain.token_ids
             # The same model drafts what it will say, unless it sees two directions of its states.
-            assert (len(found.steps) <= 4) == (rank is None)
+            assert (len(found.steps) <= 2) == (rank is None)
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -102,7 +102,7 @@ def test_a_run_on_stored_states_has_the_ends_of_its_target_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("head", ["medusa", "eagle3", "dflash"])
 def test_the_parts_of_a_step_share_its_time(head: str) -> None:
-    sizes = RunSizes(head, hidden=32, layers=6, vocab=64, max_length=64)
+    sizes = RunSizes(head, hidden=32, layers=6, vocab=64, max_length=64, batch_size=1)
     with open_run(sizes) as (run, _):
         run.optimizer_step()
         shares = measure_part_fractions(run, 1)

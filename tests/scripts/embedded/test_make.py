@@ -18,8 +18,8 @@ from scripts.embedded.make import (
 )
 
 SMALL = Recipe(
-    num_files=60, vocab_size=320, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
-    num_kv_heads=1, train_length=64, batch_size=4, num_steps=6, warmup_steps=2, num_loop_steps=2,
+    num_files=40, vocab_size=320, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
+    num_kv_heads=1, train_length=64, batch_size=2, num_steps=3, warmup_steps=1, num_loop_steps=2,
     loop_batch_size=2, num_conversations=8, num_prompts=8, max_new_tokens=12, generate_batch_size=4,
 )  # fmt: skip
 
@@ -27,7 +27,9 @@ SMALL = Recipe(
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    make_embedded(folder, SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scripts.embedded.make.STDLIB_EPOCHS", 1)  # most of the time is tokenising
+        make_embedded(folder, SMALL)
     return folder
 
 

@@ -83,7 +83,7 @@ def trained(
     """The weights of a short run."""
     module, usual = RUNS[kind]
     usual_train: dict[str, Any] = {
-        "max_steps": 4, "batch_size": 2, "warmup_steps": 0, "log_steps": 1, "num_eval_sequences": 2,
+        "max_steps": 2, "batch_size": 2, "warmup_steps": 0, "log_steps": 1, "num_eval_sequences": 2,
         "num_replay_prompts": 1, "learning_rate": 1e-2, "adam_learning_rate": 1e-2,
     }  # fmt: skip
     train = TrainConfig(**usual_train | changes)
@@ -134,7 +134,7 @@ def test_heads_learn_the_same_from_engines(
 
 def test_engines_answer_what_the_target_answers_here(inputs: Path, tmp_path: Path) -> None:
     """Rounds of own words, and the states of these."""
-    own = RolloutConfig(steps=3, max_new_tokens=6)
+    own = RolloutConfig(steps=1, max_new_tokens=6)
     expected = trained("medusa", inputs, tmp_path / "here", [], own)
     with served(inputs, tmp_path / "a", "medusa") as server:
         found = trained("medusa", inputs, tmp_path / "served", [server.url], own)
