@@ -87,6 +87,7 @@ def first_step(
     dtype: Dtype,
     out_dir: Path,
     compiled: bool = False,
+    *,
     micro_batch_size: int = 2,
     batch_size: int = 4,
 ) -> FirstStep:
