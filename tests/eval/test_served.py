@@ -16,6 +16,7 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.target import Dtype, TargetConfig
 from eval import acceptance
+from eval.measure import acceptance_stats as stats
 from eval.measure.measurement import open_measurement
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -32,6 +33,13 @@ def on_cpu() -> Iterator[None]:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures and bounds of intervals are checked elsewhere."""
+    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
+    monkeypatch.setattr(acceptance, "plot_acceptance", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +64,7 @@ def run(folder: Path, out_dir: Path, kind: str, urls: list[str], **changes: Any)
     return AcceptanceRun(
         target=TargetConfig(path=str(folder / "target"), dtype=Dtype.float32, engine=urls),
         data=DataConfig(path=str(folder / "prompts.jsonl")),
-        head=HeadRef(path=str(folder / kind)), max_new_tokens=24, out_dir=str(out_dir), **changes,
+        head=HeadRef(path=str(folder / kind)), max_new_tokens=16, out_dir=str(out_dir), **changes,
     )  # fmt: skip
 
 

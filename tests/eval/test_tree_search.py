@@ -22,6 +22,7 @@ from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
+from eval.measure import acceptance_stats as stats
 from eval.measure.measured_head import MeasuredHead, store_shape
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
@@ -144,10 +145,11 @@ def make(request, target, eagle):
 @pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     """Blocks are checked too: they draft other tokens where fewer are asked for."""
-    texts = DynamicTreeReplay.from_prompts(target, make, PROMPTS, 24, 4, [top_k])
+    prompts = PROMPTS[1:]
+    texts = DynamicTreeReplay.from_prompts(target, make, prompts, 16, 4, [top_k])
     for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
-        found = [decode(target, make(shape), p.token_ids, 24) for p in PROMPTS]
+        found = [decode(target, make(shape), p.token_ids, 16) for p in prompts]
         assert texts.replay_shape(shape) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
     assert any(step.num_accepted for text in texts.replay_shape(shape) for step in text)
@@ -227,6 +229,7 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     monkeypatch.setattr(cost, "NUM_PLAIN", 1)
     monkeypatch.setattr(
@@ -252,7 +255,6 @@ def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
     own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 8}
     small = {"max_nodes": 12, "top_ks": [4], "num_repeats": 1, "batch_sizes": [1, 4]}
     tree_search.main(TreeSearchRun(**{**own, **small, **changes}))
-    assert (out_dir / "tree_search.png").is_file()
     return json.loads((out_dir / "tree_search.json").read_text())
 
 
@@ -263,6 +265,7 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
     monkeypatch.setattr(tree_search, "MOST_OVER_TAU", math.inf)  # whatever else runs here
     head = Path(shutil.copytree(setting["folder"] / family, tmp_path / "head"))
     result = searched(setting, head, tmp_path / "s")
+    assert (tmp_path / "s/tree_search.png").is_file()
     out = capsys.readouterr().out
     assert "Too few prompts to judge this shape: " in out
     assert "(measured, 2 other dialogues)." in out
@@ -296,6 +299,7 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
     assert stored[kind] == result["found"][kind]
     assert (stored["device"], stored["tau"]) == ("cpu", result["found"]["tau"])
     own = {**settings(setting, tmp_path / "a"), "head": HeadRef(path=str(head))}
+    own["max_new_tokens"] = 4
     acceptance.main(AcceptanceRun(**own, mode=Mode.replay))
     said = " ".join(capsys.readouterr().err.split())
     assert "its draft tree was searched on data.path itself" in said
@@ -337,6 +341,7 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
     rows = [{"category": "chat", "turns": [f"hello {n}?", "and now?"]} for n in range(4)]
     prompts = write_rows(tmp_path / "turns.jsonl", rows)
     seen: dict[str, list[tuple[int, int]]] = {}
+    monkeypatch.setattr(tree_search, "plot_tree_search", lambda *_: None)
 
     def watch(name: str, place: int) -> None:
         function = getattr(tree_search, name)
@@ -352,10 +357,10 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
         watch(name, 0)
     watch("measure_advice", 1)
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
-    few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "write": False}
-    assert searched(own, head, tmp_path / "o", **few)["measured_gain"]
+    few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "max_nodes": 3}
+    assert searched(own, head, tmp_path / "o", **few, write=False)["measured_gain"]
     monkeypatch.setattr(tree_search, "MOST_OVER_TAU", 0.0)
-    searched(own, head, tmp_path / "disturbed", **few | {"write": True})
+    searched(own, head, tmp_path / "disturbed", **few)
     assert not (head / "draft_tree.json").exists()
     assert (
         seen["replay_target_texts"] == seen["estimate_advice"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
@@ -363,7 +368,8 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
     assert seen["decode_with_shapes"] == seen["measure_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
 
 
-def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path) -> None:
+def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tree_search, "plot_tree_search", lambda *_: None)
     head, curve = setting["folder"] / "medusa", tmp_path / "dear.json"
     curve.write_text(json.dumps(asdict(DEAR)))
     result = searched(setting, head, tmp_path / "o", curve=str(curve))

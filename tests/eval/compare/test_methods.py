@@ -19,6 +19,8 @@ from data.templates.record_encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
 from eval.compare.methods import PromptDecoder
+from eval.measure import acceptance_stats as stats
+from eval.tune import skip_search
 from heads.devices import this_processor
 from heads.kinds import load_head
 from heads.layers import fast_linear as packed
@@ -76,7 +78,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, bounds of intervals and costs of passes are checked elsewhere."""
+    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
+    monkeypatch.setattr(skip_search, "NUM_REPEATS", 1)
     monkeypatch.setattr(speedup, "plot_speedup", lambda *_: None)
 
 
@@ -91,6 +96,8 @@ def test_every_method_gives_the_targets_own_text(family: str, llama: dict, tmp_p
     alone = measured(settings, tmp_path / "1")
     left_out = LEFT_OUT.get(family, set())
     assert set(alone["methods"]) == {*SHARED, *OF_TRANSFORMERS} - left_out
+    if "skip_layers" not in left_out:  # one search is enough
+        settings = settings | {"self_draft": SelfDraftConfig(skip=[1])}
     together = measured(settings, tmp_path / "2", batch_size=2)
     assert set(together["methods"]) == set(SHARED) - left_out
     for result in (alone, together):

@@ -6,7 +6,12 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import decode
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.tune import skip_search
-from eval.tune.skip_search import PassCosts, measure_pass_costs, search_skipped_layers
+from eval.tune.skip_search import (
+    PassCosts,
+    SkipChoice,
+    measure_pass_costs,
+    search_skipped_layers,
+)
 from heads.target_model.model import Target
 from tests.eval.decode.test_self_speculation import agreeing_target, proposed
 
@@ -28,7 +33,12 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def own(target: Target) -> list[list[int]]:
-    return texts(target, 2, 37)
+    return texts(target, 2, 19)  # two whole chains of 8 behind a first token
+
+
+@pytest.fixture(scope="module")
+def found(target: Target, own: list[list[int]]) -> tuple[list[SkipChoice], int]:
+    return search(target, own)
 
 
 def search(target: Target, own: list[list[int]]):
@@ -41,8 +51,8 @@ def test_costs_are_linear_in_the_layers_that_run() -> None:
     assert COSTS.estimate_speedup(3.0, 2, 0.5) == pytest.approx(3 * 10 / (2 * 5.5 + 10.2))
 
 
-def test_layers_that_do_nothing_are_found(target, own) -> None:
-    choices, num_tried = search(target, own)
+def test_layers_that_do_nothing_are_found(target, found) -> None:
+    choices, num_tried = found
     best = choices[0]
     assert (best.skip, best.num_tokens) == (IDLE, 8)
     assert len(choices) == 8
@@ -89,19 +99,14 @@ def test_agreement_is_the_share_of_right_first_draft_tokens() -> None:
     assert choice.agreement == sum(right) / len(right)
 
 
-def test_a_search_ends_when_no_more_layers_pay(target, own, monkeypatch) -> None:
+def test_a_search_ends_when_no_more_layers_pay(target, own, found, monkeypatch) -> None:
     monkeypatch.setattr(skip_search, "PATIENCE", 1)
     choices, num_tried = search(target, own)
     assert choices[0].skip == IDLE
     # Three rounds that gained, and one that did not.
     exits = {list_skipped_layers(target, n) for n in range(1, 6)}
     assert 6 + 5 + 4 + 3 <= num_tried <= 6 + 5 + 4 + 3 + len(exits)
-    assert num_tried < search_without_end(target, own, monkeypatch)
-
-
-def search_without_end(target: Target, own: list[list[int]], monkeypatch) -> int:
-    monkeypatch.setattr(skip_search, "PATIENCE", 100)
-    return search(target, own)[1]
+    assert num_tried < found[1]  # which came to the last layer before it lost its patience
 
 
 def test_a_target_of_one_layer_is_refused() -> None:

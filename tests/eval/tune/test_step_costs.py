@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from toys import Clock, eagle_head, noisy_head, random_target
+from toys import Clock, eagle_head, noisy_head, random_target, texts
 
 from conf.command import clock as eval_clock
 from conf.errors import InputError
@@ -194,19 +194,21 @@ def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
 def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> None:
     medusa = family == "medusa"
-    head = noisy_head(target) if medusa else eagle_head(target, EagleForm.eagle3, num_updates=30)
+    learnt = {"num_updates": 30, "num_texts": 2}
+    head = noisy_head(target) if medusa else eagle_head(target, EagleForm.eagle3, **learnt)
     bench_head = MeasuredHead("", head, Tree.make_chain(3), Tree.make_chain(3))
-    prompts = [Prompt("all", [n, 6, 7, 8]) for n in (5, 30)]
+    prompts = [Prompt("all", text[:4]) for text in texts(target, 2, 1)]
     found = compute_chain_taus(target, bench_head, prompts, 20)
     assert len(found) == bench_head.draft_head.max_chain_depth
     for length in (1, 3):
-        texts = [
+        answers = [
             decode(
                 target, head.make_drafter(Tree.make_chain(length), GREEDY, [0]), each.token_ids, 20
             )
             for each in prompts
         ]
-        assert found[length - 1] == tau([PromptSteps("", text.steps) for text in texts])
+        assert found[length - 1] == tau([PromptSteps("", text.steps) for text in answers])
+    assert found[2] > found[0] > 1
 
 
 def test_a_batch_is_timed_until_its_first_text_ends(target, monkeypatch) -> None:
