@@ -354,6 +354,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = [
      r"norm_before_fc=True, but the file has no input_norm\.weight"),
     ("eagle3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {},
      r"RoPE is dynamic over 1\.0 of"),
+    ("eagle3", {"rope_scaling": OLD_LINEAR | {"partial_rotary_factor": 0.5}}, {},
+     r"RoPE is linear over 0\.5 of"),
     ("eagle3", {"partial_rotary_factor": 0.5}, {}, r"partial_rotary_factor=0\.5, .* must be 1\.0"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, {}, r"config\.json: .*factor"),
     ("eagle3", {"rope_theta": 1e4, "rope_parameters": PLAIN}, {},

@@ -296,6 +296,8 @@ def test_a_folder_of_other_files_is_not_written(heads: Path, tmp_path: Path, ver
          "^tokenizer_gguf=gone.gguf: no such file; name a GGUF file$"),
         ("medusa sglang", {}, "format=sglang: SGLang loads no Medusa heads; allowed"),
         ("nameless vllm", {}, r"target\.path is unset, and head\.path=.*; set target"),
+        ("eagle vllm", {"target": TargetConfig(path="./gone")},
+         r"^target\.path=\./gone: no such folder, and not a Hub id"),
         ("eagle vllm", {"head": HeadRef()},
          r"head\.path is unset; type a folder with a trained head, or"),
     ],

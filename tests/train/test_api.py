@@ -162,6 +162,8 @@ def test_states_and_shapes_that_are_refused() -> None:
         api.training_step(objective, ids, ids, TargetOutput(last, {3: last}))
     with pytest.raises(InputError, match=r"loss_mask has the shape \[1, 4\], input_ids \[1, 5\]"):
         api.training_step(objective, ids, ids[:, :4])
+    with pytest.raises(InputError, match=r"document_ids has the shape \[1, 4\], input_ids"):
+        api.training_step(objective, ids, ids, document_ids=ids[:, :4])
 
 
 def test_parts_of_a_model_that_goes_on_learning() -> None:

@@ -93,6 +93,8 @@ def test_earlier_answers_are_copied_and_their_prompts_are_not() -> None:
     first.observe(seen([[7, 8, 9]]))
     first.propose(Roots.from_ids([6]))
     assert drafted(SuffixDrafter(answers), [5, 7]) == ([8], 1)
+    # Not two tokens that its own text promises less: there 9 was followed by three, each once.
+    assert drafted(SuffixDrafter(answers, 24, 2.0), [9, 4, 5, 9, 2, 5, 9, 3, 8, 9]) == ([6], 1)
     second = SuffixDrafter(answers)
     second.observe(seen([[5, 4, 4]], read=False))
     second.propose(Roots.from_ids([7]))

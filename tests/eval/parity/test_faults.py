@@ -67,7 +67,7 @@ FAULTS: dict[tuple[str, str], list[tuple[str, list[Fault]]]] = {
             key("rms_norm_eps", to=0.1), key("logit_scale", to=2.0),
         ]),
         ("it holds target ids", [tensor("d2t", absolute)]),
-        ("other ids than t2d", [tensor("t2d", lambda t: t.roll(1))]),
+        ("ids than t2d", [tensor("t2d", lambda t: t.roll(1)), tensor("t2d", torch.ones_like)]),
         (r"missing tensors: \['d2t'\]", [tensor("d2t")]),
         ("d2t is of torch.float32", [tensor("d2t", Tensor.float)]),
         ("same id twice", [both(tensor("t2d"), tensor("d2t", twice))]),

@@ -300,6 +300,11 @@ def test_both_baselines_are_named_and_one_dialogue_has_no_interval(pages) -> Non
     assert "(-), tau" in text
 
 
+def test_alpha_is_told_down_to_the_deepest_draft(pages) -> None:
+    head = pages["large"].read_text().split("alpha at depth</th>")[1].split("</tr>")[0]
+    assert re.findall(r">(\d+)<", head) == ["1", "2", "3", "4", "5"]
+
+
 @pytest.mark.parametrize(("low", "high", "ticks"), [(0, 1, [0, 0.5, 1]), (0.9, 1.1, [0.9, 1, 1.1])])
 def test_ticks_are_round(low, high, ticks) -> None:
     assert Axis(low, high, 0, 100).ticks == pytest.approx(ticks)

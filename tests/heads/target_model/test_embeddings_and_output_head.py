@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from heads.target_model.embeddings_and_output_head import _find_scaling
+from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead, _find_scaling
 from heads.target_model.model import Target
 
 # Family, settings, scale and cap.
@@ -74,3 +74,6 @@ def test_rows_that_pad_a_vocabulary_are_no_part_of_it() -> None:
     assert target.vocab_size == 90
     assert target.compute_logits(torch.randn(3, 64)).shape == (3, 90)
     assert target.output_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+    # Beside towers for images, the size is a setting of the text alone.
+    model.config = AutoConfig.for_model("llava", text_config=config.to_dict())
+    assert EmbeddingsAndOutputHead(model, None, "padded").vocab_size == 90

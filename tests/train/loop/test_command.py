@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 from toys import noisy_head, random_target
 
 from conf.command.environment import check_compile, find_missing_toolchain
@@ -21,6 +22,7 @@ from eval.preflight_checks import check_training
 from tests.train.loop.test_memory import eagle, medusa
 from train.loop.command import (
     MIN_COMPILED_LOGITS,
+    estimate_and_check_memory,
     format_data_need,
     format_run_length,
     format_verdict,
@@ -203,6 +205,23 @@ def test_the_plan_says_how_far_the_data_reach() -> None:
     ]
     assert format_data_need(25_000_000)[0].startswith("tokens to learn from: 25,000,000, 25.0% of ")
     assert format_data_need(500_000_000) == []
+
+
+def test_a_gpu_must_hold_the_run_in_what_is_free_and_what_the_process_has(monkeypatch) -> None:
+    alone = {"num_processes": 1, "is_main_process": False, "distributed_type": DistributedType.NO}
+    config = TrainConfig(max_steps=9, micro_batch_size=1)
+
+    def check(free: int, device: str = "cuda") -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 10**12))
+        accelerator = SimpleNamespace(device=torch.device(device), **alone)
+        return sum(estimate_and_check_memory(accelerator, medusa(), config, 64).values())
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
+    needed = check(10**9)
+    assert check(needed - 1000) == needed
+    with pytest.raises(InputError, match="does not fit"):
+        check(needed - 1001)
+    check(0, "cpu")  # whose memory is not known
 
 
 # --- When a run is compiled, and what is said where it cannot be.
