@@ -23,7 +23,6 @@ from data.templates.record_encoder import RecordEncoder
 from eval import acceptance, serve, speedup, tree_search
 from eval.acceptance import build_conditions_table
 from eval.decode.engine import decode
-from eval.measure import acceptance_stats as stats
 from eval.measure import measurement as bench
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.measurement import compute_prompt_seed
@@ -36,11 +35,7 @@ from heads.target_model.load import load_target
 from tests.chats import write_rows
 from tests.conf.command.test_following import pasted
 
-
-@pytest.fixture(autouse=True)
-def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds of intervals are checked elsewhere."""
-    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
+pytestmark = pytest.mark.usefixtures("few_draws")
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +123,7 @@ def test_replay_and_decoding_agree_to_the_last_digit(
     }
 
 
-def test_so_they_do_for_eagle_heads(eagles, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(acceptance, "plot_acceptance", lambda *_: None)
+def test_so_they_do_for_eagle_heads(eagles, tmp_path, no_picture) -> None:
     replayed, decoded = (measured(eagles, tmp_path / m.value, mode=m, depth=3) for m in Mode)
     assert figures(replayed, "dynamic_tree") == figures(decoded, "dynamic_tree")
     assert len(replayed["alpha"]) == len(replayed["agreement"]) == 3
@@ -188,8 +182,7 @@ def test_speedup_measures_every_method_and_is_lossless(setting, tmp_path, capsys
     ] * len(shown)
 
 
-def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(acceptance, "plot_acceptance", lambda *_: None)
+def test_sampled_acceptance_says_how_it_was_sampled(eagles, tmp_path, no_picture) -> None:
     changes = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "depth": 3}
     result = measured(eagles, tmp_path, mode=Mode.decode, **changes)
     assert (result["temperature"], result["top_p"], result["top_k"]) == (0.8, 0.9, 20)
@@ -250,10 +243,11 @@ def test_what_is_no_condition_is_refused_before_anything_is_loaded(
         acceptance.check_acceptance_run(AcceptanceRun(**own, conditions=conditions))
 
 
-def test_all_conditions_stand_in_one_table(setting, tmp_path, capsys, monkeypatch) -> None:
+def test_all_conditions_stand_in_one_table(
+    setting, tmp_path, capsys, monkeypatch, no_picture
+) -> None:
     own = settings(setting, tmp_path) | {"max_new_tokens": 8, "num_turns": 1}
     own["data"].num_prompts = 2
-    monkeypatch.setattr(acceptance, "plot_acceptance", lambda *_: None)
     alone = AcceptanceRun(**own | {"out_dir": str(tmp_path / "alone")})
     acceptance.main(alone)
     loaded: list[object] = []
@@ -322,14 +316,15 @@ def killed_after(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_acceptance_goes_on_where_it_was_killed(setting, tmp_path, monkeypatch, mode) -> None:
+def test_acceptance_goes_on_where_it_was_killed(
+    setting, tmp_path, monkeypatch, no_picture, mode
+) -> None:
     def run(name: str, max_new_tokens: int = 8) -> dict:
         own = settings(setting, tmp_path / name)
         own["data"].num_prompts, own["max_new_tokens"] = 2, max_new_tokens
         acceptance.main(AcceptanceRun(**own, mode=mode))
         return json.loads((tmp_path / name / "acceptance.json").read_text())
 
-    monkeypatch.setattr(acceptance, "plot_acceptance", lambda *_: None)
     whole = run("whole")
     with monkeypatch.context() as patch:
         killed_after(3, patch)

@@ -17,7 +17,6 @@ from conf.settings.target import Dtype, TargetConfig
 from data.servers import http_client as endpoint_module
 from eval import serve
 from eval.decode.engine import NoDraft, decode
-from eval.measure import acceptance_stats as stats
 from eval.measure.replay import compute_accepted_lengths, rank_candidates
 from eval.measure.verdict import Outcome, Verdict
 from eval.serving import server_check as check
@@ -32,10 +31,12 @@ KINDS = ["vllm", "sglang", "llamacpp"]
 WORDS = ("there", "you", "today")
 
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 

@@ -16,7 +16,6 @@ from conf.settings.eagle import EagleForm
 from conf.settings.measure import AcceptanceRun, Mode
 from conf.settings.target import Dtype, TargetConfig
 from eval import acceptance
-from eval.measure import acceptance_stats as stats
 from eval.measure.measurement import open_measurement
 from heads.target_model.load import load_target
 from heads.target_model.model import Target
@@ -27,19 +26,15 @@ NUM_LAYERS = 4
 LAYERS = {"medusa": [], "eagle3": [1, 2, 3]}
 
 
+pytestmark = pytest.mark.usefixtures("few_draws", "no_picture")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures and bounds of intervals are checked elsewhere."""
-    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
-    monkeypatch.setattr(acceptance, "plot_acceptance", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from conf.settings.measure import AcceptanceRun, Mode, TreeSearchRun
 from conf.settings.target import TargetConfig
 from eval import acceptance, tree_search
 from eval.decode.engine import decode
-from eval.measure import acceptance_stats as stats
 from eval.measure.measured_head import MeasuredHead, store_shape
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
@@ -90,6 +89,9 @@ def test_the_best_trees_are_the_best_of_all(seed: int, depth: int) -> None:
         assert tree.num_nodes - 1 == size
         assert tree.depth <= depth
         assert all(path[:-1] in ((), *paths) for path in paths)
+
+
+pytestmark = pytest.mark.usefixtures("few_draws")
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +231,6 @@ def test_all_shapes_that_are_compared_can_be_drawn(target, eagle) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
     monkeypatch.setattr(cost, "NUM_ROUNDS", 1)
     monkeypatch.setattr(cost, "NUM_PLAIN", 1)
     monkeypatch.setattr(

@@ -19,7 +19,6 @@ from data.templates.record_encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
 from eval.compare.methods import PromptDecoder
-from eval.measure import acceptance_stats as stats
 from eval.tune import skip_search
 from heads.devices import this_processor
 from heads.kinds import load_head
@@ -72,6 +71,9 @@ def given(folder: Path, family: str) -> dict:
     }
 
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return given(tmp_path_factory.mktemp("llama"), "llama")
@@ -79,8 +81,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures, bounds of intervals and costs of passes are checked elsewhere."""
-    monkeypatch.setattr(stats, "NUM_BOOTSTRAPS", 40)
+    """Pictures and costs of passes are checked elsewhere."""
     monkeypatch.setattr(skip_search, "NUM_REPEATS", 1)
     monkeypatch.setattr(speedup, "plot_speedup", lambda *_: None)
 

@@ -1,7 +1,6 @@
 """The run of a GPU: most important first, and nothing that is known is lost."""
 
 import json
-import multiprocessing
 import signal
 import subprocess
 import time
@@ -80,7 +79,7 @@ def test_sixth(): pass
 
 
 class Forked(commands.Command):
-    """A process of a stage, forked from this one, so that it need not wait for imports."""
+    """A process of a stage that need not wait for imports."""
 
     def __init__(self, command: list[str], cwd: Path, env: dict[str, str], **_: Any) -> None:
         super().__init__(command, cwd, env)
@@ -94,7 +93,6 @@ def test_a_broken_device_and_a_crash_cost_one_test_each(runner, tmp_path, monkey
     (tmp_path / "test_own.py").write_text(TESTS)
     file = str(tmp_path / "test_own.py")
     monkeypatch.setattr(gpu, "CHECKS", {"own": (file, "not nothing")})
-    monkeypatch.setattr(commands, "FORKS", multiprocessing.get_context("fork"))
     monkeypatch.setattr(subprocess, "Popen", Forked)
     runner.run_checks(["own"], 1.0)
     *rows, end = (row for row in runner.results.load_rows() if "begun" not in row)
