@@ -76,7 +76,7 @@ def small_head(name: str, layers: tuple[int, ...] | None = None) -> Any:
     if name != "dflash":
         settings["draft_vocab_size"] = 280
     with torch.inference_mode(mode=False):  # which the engine makes drafters in
-        head = feature_head(small_target(), name, num_updates=40, num_texts=2, **settings)
+        head = feature_head(small_target(), name, num_updates=20, num_texts=2, **settings)
     head.max_positions = SHORT_WINDOW
     return head
 

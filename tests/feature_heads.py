@@ -100,7 +100,7 @@ def objective_of(head: Any, target: Target, config: Any) -> Any:
 
 
 def feature_head(
-    target: Target, name: str, num_updates: int = 60, num_texts: int = 6, **changes: Any
+    target: Target, name: str, num_updates: int = 30, num_texts: int = 6, **changes: Any
 ) -> Any:
     """A head trained for some steps on the target's own texts."""
     config = settings_of(name, **changes)
@@ -130,7 +130,7 @@ def prompts() -> list[list[int]]:
 def learnt(name: str) -> Any:
     """A head of that target that has learnt its first two texts."""
     with torch.inference_mode(mode=False):
-        return feature_head(shared_target(), name, num_updates=40, num_texts=2)
+        return feature_head(shared_target(), name, num_updates=20, num_texts=2)
 
 
 def observed(drafter: Drafter, text: list[int]) -> None:

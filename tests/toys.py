@@ -128,7 +128,7 @@ def eagle_head(
     target: Target,
     form: EagleForm,
     num_draft_ids: int | None = None,
-    num_updates: int = 60,
+    num_updates: int = 30,
     **settings: Any,
 ) -> EagleHead:
     """A head trained for some steps on the target's own texts, so that it is often right."""
@@ -143,7 +143,7 @@ def trained(
 ) -> Any:
     """The head of an objective after some steps on documents."""
     head = objective.head
-    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 3e-3)
+    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], 6e-3)
     batch = objective.index_batch(packed(documents, num_prompt_tokens))
     scale = objective.term_weights / objective.compute_divisors(batch).clamp_min(1)
     batch = objective.prepare_batch(batch)

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import hydra
-from hydra import compose, initialize
+from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -117,8 +117,9 @@ class Command(Generic[Config]):
 
     def compose_settings(self, overrides: list[str]) -> DictConfig:
         """Compose unchecked settings from the schema's defaults, the recipe and overrides."""
-        self._register_settings()
-        with initialize(version_base=None, config_path=None):
+        _register_settings(self.name, self.schema, self.recipes)
+        # `initialize` would read the source of every caller.
+        with initialize_config_dir(str(RECIPES), version_base=None):
             return compose(self._config_name, overrides)
 
     def _compose_jobs(self, argv: list[str]) -> None:
@@ -136,7 +137,7 @@ class Command(Generic[Config]):
 
         self._check_typed_forms(argv)
         self._check_keys(argv)
-        self._register_settings()
+        _register_settings(self.name, self.schema, self.recipes)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors and prints none
         start = hydra.main(
             version_base=None, config_path=str(RECIPES), config_name=self._config_name
@@ -155,20 +156,6 @@ class Command(Generic[Config]):
     def _config_name(self) -> str:
         """Name of the settings in Hydra's store. The bare name may be that of a recipe."""
         return f"{self.name}_command"
-
-    def _register_settings(self) -> None:
-        """Store in Hydra the parts that the settings are composed from."""
-        store = ConfigStore.instance()
-        store.store(name=f"{self.name}_schema", node=self.schema)
-        for recipe in self.recipes:
-            node = OmegaConf.load(RECIPES / f"{recipe}.yaml")
-            store.store(group="head", name=recipe, node=node, package="_global_")
-        head = [{"head": recipe} for recipe in self.recipes[:1]]
-        loggings = ("job_logging", "hydra_logging")
-        silent = [{f"override hydra/{logging}": "disabled"} for logging in loggings]
-        defaults = [f"{self.name}_schema", "_self_", *head, *silent]
-        settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": self.name}}}
-        store.store(name=self._config_name, node=settings)
 
     def _check_keys(self, argv: list[str]) -> None:
         """Refuse settings that the command lacks, naming the commands that have them."""
@@ -205,6 +192,22 @@ class Command(Generic[Config]):
             print(text, flush=True)  # noqa: T201
         except BrokenPipeError:  # `| head` has seen enough, and Python would flush again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@cache
+def _register_settings(name: str, schema: type, recipes: tuple[str, ...]) -> None:
+    """Store in Hydra, once, the parts that the settings of a command are composed from."""
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    for recipe in recipes:
+        node = OmegaConf.load(RECIPES / f"{recipe}.yaml")
+        store.store(group="head", name=recipe, node=node, package="_global_")
+    head = [{"head": recipe} for recipe in recipes[:1]]
+    loggings = ("job_logging", "hydra_logging")
+    silent = [{f"override hydra/{logging}": "disabled"} for logging in loggings]
+    defaults = [f"{name}_schema", "_self_", *head, *silent]
+    settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": name}}}
+    store.store(name=f"{name}_command", node=settings)
 
 
 def convert_hydra_error(

@@ -331,6 +331,7 @@ def _fit_labels(figure: Any) -> None:
             for room, side, label, _ in labels
         ]
         if min(shares) >= 1:
+            figure.set_layout_engine("none")  # laid out, which takes as long as drawing
             return
         for share, (_, _, label, text) in zip(shares, labels, strict=True):
             if share < 1:

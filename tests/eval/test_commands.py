@@ -48,7 +48,7 @@ def eagles(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("eagle")
     path = str(save_target(folder / "target", num_hidden_layers=4))
     target = load_target(TargetConfig(path=path), torch.device("cpu"))
-    eagle_head(target, EagleForm.eagle3, 150, num_updates=40).save(folder / "eagle3")
+    eagle_head(target, EagleForm.eagle3, 150, num_updates=20).save(folder / "eagle3")
     rows = [{"category": c, "turns": [f"hello {c}, how are you?"]} for c in ("math", "writing")]
     prompts = write_rows(folder / "prompts.jsonl", rows)
     return {"target": path, "data": str(prompts), "head": str(folder / "eagle3")}

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noisy_head(target).save(folder / "medusa")
     rows = [{"category": c, "turns": [f"hello {c}, how are you?", "and?"]} for c in ("a", "b")]
     write_rows(folder / "prompts.jsonl", rows)
-    eagle_head(target, EagleForm.eagle3, num_updates=40).save(folder / "eagle3")
+    eagle_head(target, EagleForm.eagle3, num_updates=20).save(folder / "eagle3")
     return folder
 
 

@@ -101,7 +101,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def eagle(target):
-    return eagle_head(target, EagleForm.eagle3, num_updates=20)
+    return eagle_head(target, EagleForm.eagle3, num_updates=10)
 
 
 def test_static_steps_are_those_of_decoding(target) -> None:
@@ -132,9 +132,9 @@ def test_what_was_drawn_is_followed_by_hand() -> None:
 
 
 MADE = {
-    "dflash": lambda target: partial(BlockDrafter, feature_head(target, "dflash", 40)),
-    "dspark": lambda target: partial(BlockDrafter, feature_head(target, "dspark, rnn", 20)),
-    "peagle": lambda target: partial(PEagleDrafter, feature_head(target, "peagle", 40)),
+    "dflash": lambda target: partial(BlockDrafter, feature_head(target, "dflash", 20)),
+    "dspark": lambda target: partial(BlockDrafter, feature_head(target, "dspark, rnn", 10)),
+    "peagle": lambda target: partial(PEagleDrafter, feature_head(target, "peagle", 20)),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dflash", "peagle")]
 
@@ -245,7 +245,7 @@ def setting(tmp_path_factory) -> dict:
     path = str(save_target(folder / "target", num_hidden_layers=4))
     toy = load_target(TargetConfig(path=path), torch.device("cpu"))
     noisy_head(toy).save(folder / "medusa")
-    eagle_head(toy, EagleForm.eagle3, 150, num_updates=10).save(folder / "eagle")
+    eagle_head(toy, EagleForm.eagle3, 150, num_updates=5).save(folder / "eagle")
     words = ("there", "you", "today", "how are you")
     rows = [{"category": "all", "turns": [f"hello {word}"]} for word in words]
     prompts = write_rows(folder / "prompts.jsonl", rows)

@@ -197,7 +197,7 @@ def test_a_target_answers_as_its_generation_config_says(tmp_path: Path) -> None:
 
 def test_what_is_generated_is_the_targets_own_and_what_is_replayed_is_what_was_decoded() -> None:
     target = endless_target(num_hidden_layers=6)
-    head, prompt = eagle_head(target, EagleForm.eagle3, num_updates=25), [5, 6, 7, 8]
+    head, prompt = eagle_head(target, EagleForm.eagle3, num_updates=13), [5, 6, 7, 8]
     target.tokenizer = tokenizer()
     own = api.generate(target, None, prompt, 30)
     drafted = api.generate(target, head, prompt, 30)

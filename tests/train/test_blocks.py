@@ -214,7 +214,7 @@ def test_a_step_draws_anchors_and_noise_by_its_seeds(target: Target, name: str) 
 
 def test_a_head_learns_what_it_measures(target: Target) -> None:
     """alpha, which the confidence is to say, and its own words of it."""
-    head = feature_head(target, "dspark", num_updates=40)
+    head = feature_head(target, "dspark", num_updates=20)
     config = settings_of("dspark")
     objective = objective_of(head, target, config).eval()
     batch = objective.prepare_batch(objective.index_batch(packed(texts(target, 6, 40))))

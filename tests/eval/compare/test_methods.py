@@ -49,7 +49,7 @@ def given(folder: Path, family: str) -> dict:
     save_target(folder / "target", family, num_hidden_layers=4)
     target = load_target(TargetConfig(path=str(folder / "target")), torch.device("cpu"))
     noisy_head(target).save(folder / "medusa")
-    eagle_head(target, EagleForm.eagle3, 150, num_updates=15).save(folder / "eagle")
+    eagle_head(target, EagleForm.eagle3, 150, num_updates=8).save(folder / "eagle")
     model = random_model(family, vocab_size=300, num_hidden_layers=4)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * parameter.std() * 0.05)

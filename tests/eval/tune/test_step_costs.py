@@ -194,7 +194,7 @@ def test_what_ends_with_its_prompt_is_not_measured(target, monkeypatch) -> None:
 @pytest.mark.parametrize("family", ["medusa", "eagle"])
 def test_one_replay_gives_tau_of_chains_of_every_length(target, family: str) -> None:
     medusa = family == "medusa"
-    learnt = {"num_updates": 30, "num_texts": 2}
+    learnt = {"num_updates": 15, "num_texts": 2}
     head = noisy_head(target) if medusa else eagle_head(target, EagleForm.eagle3, **learnt)
     bench_head = MeasuredHead("", head, Tree.make_chain(3), Tree.make_chain(3))
     prompts = [Prompt("all", text[:4]) for text in texts(target, 2, 1)]

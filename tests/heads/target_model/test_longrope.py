@@ -141,7 +141,7 @@ def test_nothing_is_accepted_across_it(target: Target, texts: list[list[int]]) -
 
 def test_replay_of_features_equals_decoding() -> None:
     target = endless_target("phi3", **LONGROPE, num_hidden_layers=4)
-    head = eagle_head(target, EagleForm.eagle3, num_updates=20, num_texts=2)
+    head = eagle_head(target, EagleForm.eagle3, num_updates=10, num_texts=2)
     for prompt in PROMPTS[1::2]:  # across the switch, and beyond it
         found = decode(target, EagleDrafter(head, 3), prompt, NUM_NEW)
         assert (
