@@ -125,9 +125,9 @@ class PartClock:
             end.record()
             self._events.append((name, texts, start, end))
         else:
-            watch = Stopwatch(self._watch.device)
+            start = self._watch.seconds()
             yield
-            self._add_seconds(name, texts, watch.seconds())
+            self._add_seconds(name, texts, self._watch.seconds() - start)
 
     @contextmanager
     def pause_timing(self, texts: Sequence[int] = (0,)) -> Iterator[None]:

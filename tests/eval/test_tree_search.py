@@ -253,7 +253,7 @@ def setting(tmp_path_factory) -> dict:
 
 
 def searched(setting: dict, head: Path, out_dir: Path, **changes: Any) -> dict:
-    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 8}
+    own = {**settings(setting, out_dir), "head": HeadRef(path=str(head)), "max_new_tokens": 6}
     small = {"max_nodes": 12, "top_ks": [4], "num_repeats": 1, "batch_sizes": [1, 4]}
     tree_search.main(TreeSearchRun(**{**own, **small, **changes}))
     return json.loads((out_dir / "tree_search.json").read_text())
@@ -358,7 +358,7 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
         watch(name, 0)
     watch("measure_advice", 1)
     own, head = {**setting, "data": str(prompts)}, setting["folder"] / "medusa"
-    few = {"num_turns": 2, "max_new_tokens": 6, "batch_sizes": [1], "max_nodes": 3}
+    few = {"num_turns": 2, "max_new_tokens": 4, "batch_sizes": [1], "max_nodes": 3}
     assert searched(own, head, tmp_path / "o", **few, write=False)["measured_gain"]
     monkeypatch.setattr(tree_search, "MOST_OVER_TAU", 0.0)
     searched(own, head, tmp_path / "disturbed", **few)

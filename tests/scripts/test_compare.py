@@ -44,7 +44,7 @@ def folders(tmp_path: Path, **results: dict) -> list[str]:
     return [str(tmp_path / name) for name in results]
 
 
-def test_what_a_head_was_trained_on_is_said_below(tmp_path: Path, capsys) -> None:
+def test_what_a_head_was_trained_on_is_said_below(tmp_path: Path, capsys, no_picture) -> None:
     own = {"chat_template_kwargs": {}, "target_dtype": "float32", "sha256": "ab"}
     counts = {"head": "heads/eagle", "num_trained": 1, "num_dialogues": 2}
     eagle = result(2.0, data=own | {"trained_on": [own | counts]})

@@ -105,6 +105,7 @@ def test_a_card_links_the_repository_of_a_file(run_dir: Path, tmp_path: Path) ->
     assert "target.path=me/model-GGUF/model-Q4_1.gguf" in card
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_it_is_measured_and_told_apart_from_another_quantisation(
     run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_an_indexer_stays_as_it_is(inputs: Path, tmp_path: Path) -> None:
     assert (same, len(kept)) == (kept, 6)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_targets_own_layer_is_measured_beside_every_other_way(
     inputs: Path, tmp_path: Path
 ) -> None:

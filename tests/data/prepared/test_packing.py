@@ -146,7 +146,7 @@ def plainly_packed(lengths: list[int], max_length: int, seed: int) -> list[list[
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "max_length", "seed"), [(0, 8, 5), (1, 8, 6), (300, 50, 5), (20_000, 9, 6)]
+    ("num_samples", "max_length", "seed"), [(0, 8, 5), (1, 8, 6), (300, 50, 5), (20_000, 3, 6)]
 )
 def test_sequences_and_their_order_stay_what_they_were(num_samples, max_length, seed):
     generator = torch.Generator().manual_seed(0)

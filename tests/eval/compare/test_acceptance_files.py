@@ -175,7 +175,7 @@ def test_results_are_found_and_called_after_their_folders(folder, tmp_path: Path
         find_result_file(str(tmp_path / "empty"))
 
 
-def test_one_head_at_several_lengths_gives_a_golden_curve(tmp_path: Path) -> None:
+def test_one_head_at_several_lengths_gives_a_golden_curve(tmp_path: Path, no_picture) -> None:
     short = result(text(0, [1, 1, 0], [1] * 3), text(1, [1, 1], [1] * 2), max_new_tokens=128)
     paths = [
         str(Path(write(tmp_path / name / "acceptance.json", content)).parent)

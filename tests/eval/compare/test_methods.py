@@ -65,7 +65,7 @@ def given(folder: Path, family: str) -> dict:
         "head": HeadRef(path=str(folder / "medusa")),
         "heads": [str(folder / "eagle")],
         "draft": DraftModelConfig(path=str(folder / "draft")),
-        "max_new_tokens": 8,
+        "max_new_tokens": 6,
         "num_repeats": 1,
         "num_warmups": 0,
     }

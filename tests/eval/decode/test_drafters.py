@@ -52,7 +52,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Target:
 
 def alone(target: Target, name: str, how: Sampling) -> list[Generation]:
     return [
-        decode(target, EVERY_DRAFTER[name](how, [each.seed]), each.prompt_ids, 12, how, each.seed)
+        decode(target, EVERY_DRAFTER[name](how, [each.seed]), each.prompt_ids, 8, how, each.seed)
         for each in REQUESTS
     ]
 
@@ -67,7 +67,7 @@ def answers() -> list[list[int]]:
 
 def in_turns(target: Target, name: str, how: Sampling) -> list[Generation]:
     """Three at a time; where one ends, the next takes its place, and places are given up."""
-    return decode_many(target, lambda seeds: EVERY_DRAFTER[name](how, seeds), REQUESTS, 12, 3, how)
+    return decode_many(target, lambda seeds: EVERY_DRAFTER[name](how, seeds), REQUESTS, 8, 3, how)
 
 
 @pytest.mark.parametrize("name", EVERY_DRAFTER)
@@ -97,7 +97,7 @@ def test_a_seed_gives_one_text_alone_and_in_anothers_place(name: str, target: Ta
 
 @pytest.mark.parametrize("name", [*sorted(DRAWN - OF_BOTH), "medusa tree", "eagle tree"])
 def test_sampled_texts_have_the_distribution_of_the_target(name: str) -> None:
-    target, how, draws = small_target(), Sampling(3.0, top_k=4), 800
+    target, how, draws = small_target(), Sampling(3.0, top_k=4), 400
     seeds = range(draws)
     drafter = EVERY_DRAFTER[name](how, seeds)
     drawn = decode_batch(target, drafter, [LEARNT] * draws, 3, how, seeds)

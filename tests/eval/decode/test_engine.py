@@ -88,19 +88,19 @@ TREE = Tree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]])
 def test_texts_are_those_of_generate_whoever_drafts_and_replay_equals_decoding(family: str) -> None:
     """In batches of other prompts, accepted lengths and ends, in which new texts take places."""
     target = endless_target(family)
-    assert decode(target, NoDraft(), PROMPT, 12).token_ids == greedy_by_generate(target, 12)
+    assert decode(target, NoDraft(), PROMPT, 10).token_ids == greedy_by_generate(target, 10)
     target.model.generation_config.eos_token_id = decode(target, NoDraft(), [9], 7).token_ids[6:]
-    texts = [decode(target, NoDraft(), prompt, 12).token_ids for prompt in PROMPTS]
+    texts = [decode(target, NoDraft(), prompt, 10).token_ids for prompt in PROMPTS]
     assert len({len(text) for text in texts}) > 1
 
     def together(make: DrafterFactory) -> list[Generation]:
-        return decode_many(target, make, list(map(Request, PROMPTS)), 12, 2)
+        return decode_many(target, make, list(map(Request, PROMPTS)), 10, 2)
 
     head, accepted = noisy_head(target), []
     for tree in (Tree.make_chain(3), TREE):
         found = together(lambda _, tree=tree: MedusaDrafter(head, tree))
         for prompt, text, one in zip(PROMPTS, texts, found, strict=True):
-            alone = decode(target, MedusaDrafter(head, tree), prompt, 12)
+            alone = decode(target, MedusaDrafter(head, tree), prompt, 10)
             assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
             assert (text, replay_response(target, head, tree, prompt, text)) == (
                 alone.token_ids, alone.steps,
@@ -116,7 +116,7 @@ def test_texts_are_those_of_generate_whoever_drafts_and_replay_equals_decoding(f
     ):
         assert [text.token_ids for text in together(make)] == texts
     # The right tokens hang behind wrong siblings, so compaction really moves entries.
-    drafted = decode_batch(target, Oracle(texts, PROMPTS, TREE), PROMPTS, 12)
+    drafted = decode_batch(target, Oracle(texts, PROMPTS, TREE), PROMPTS, 10)
     assert [text.token_ids for text in drafted] == texts
     assert max(step.num_accepted for text in drafted for step in text.steps) == 3
 

@@ -54,6 +54,7 @@ def measure(folder: Path, name: str, **settings: object) -> dict:
     return json.loads((folder / name / "acceptance.json").read_text())["data"]
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_dialogues_that_were_trained_on_are_counted_in_terminal_and_file(
     folder: Path, capsys
 ) -> None:
@@ -82,6 +83,7 @@ def test_dialogues_that_were_trained_on_are_counted_in_terminal_and_file(
     assert "chat_template_kwargs" not in said
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_published_head_without_digests_is_known_by_the_file(folder: Path) -> None:
     (folder / "head" / PROMPTS_FILE).unlink()
     trained = DataStatement.from_head(str(folder / "head"), None)
