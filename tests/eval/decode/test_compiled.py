@@ -78,7 +78,7 @@ def test_heads_join_a_compiled_target_in_any_order(num_texts: int) -> None:
 
 
 def test_on_a_cpu_one_graph_is_for_drafts_and_texts_of_any_length() -> None:
-    target = target_of()
+    target = target_of(num_layers=1)
     target.compile(64, backend="eager")
 
     def graphs(num_tokens: int, length: int) -> int:
