@@ -313,3 +313,5 @@ def test_ticks_are_round(low, high, ticks) -> None:
 def test_axis_of_equal_figures_has_a_length() -> None:
     axis = make_interval_axis([{"speedup": 1.0}], "speedup", 0, 100)
     assert axis(1.0) == pytest.approx(50)
+    faster = make_interval_axis([{"speedup": 2.0, "speedup_ci95": (1.5, 3.0)}], "speedup", 0, 100)
+    assert (faster(1.0), faster(3.0)) == (5.4, 94.6)  # 0.12 beside 2 at both ends

@@ -113,10 +113,14 @@ def test_a_dry_run_ends_with_the_push(run_dir, tmp_path, capsys) -> None:
     assert "links after upload: https://huggingface.co/me/qwen-medusa\n" in said
     again = PushRun(HeadRef(str(run_dir / "head")), "me/qwen-medusa", private=False)
     assert pasted(said) == ("scripts/push.py", again)
-    assert sorted(path.name for path in staged.iterdir()) == [
+    names = [
         "README.md", "acceptance.png", "config.json", "headsmith.json",
         "medusa_lm_head.safetensors",
     ]  # fmt: skip
+    sizes = {path.name: path.stat().st_size for path in staged.iterdir()}
+    assert sorted(sizes) == names
+    listed = "".join(f"  {name} ({sizes[name]:,} bytes)\n" for name in names)
+    assert f"me/qwen-medusa\n{listed}dry run: nothing" in said
 
 
 @pytest.mark.parametrize(
