@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from toys import eagle_head, noisy_head, save_target
 
 from conf.command.jsonl_store import JsonlStore
@@ -279,6 +280,36 @@ def test_all_conditions_stand_in_one_table(
         acceptance.main(AcceptanceRun(**own | {"max_new_tokens": 9}, conditions=[""]))
 
 
+def test_all_figures_are_shown_in_tables(capsys) -> None:
+    one = {"num_prompts": 1, "tau": 1.5, "ci95": None, "alpha": [0.5]}
+    many = {"num_prompts": 12, "tau": 2.0, "ci95": (1.75, 2.25), "alpha": [0.75, 0.25]}
+    lengths = {"drafts": {"pooled": 2.0, "turns": 2.125, "dialogues": 2.25}}
+    tree = {
+        "tau": 3.0, "by_category": {"math": {"tau": 2.5}, "chat": {"tau": 3.5}},
+        "by_part": {"answer": {"tau": 2.75}},
+    }  # fmt: skip
+    result = {
+        "mode": "replay", **many, "num_prompts": 13, "tau_ci95": (1.5, 2.5),
+        "by_category": {"math": one, "chat": many}, "static_tree": tree,
+        "by_part": {"answer": {"tau": 1.25, "num_tokens": 7}, "thinking": {"tau": 1.0}},
+        "prompts": [{"dialogue": n} for n in range(13)], "acceptance_length": lengths,
+    }  # fmt: skip
+    acceptance.print_acceptance(result, Console(width=90))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.sub(r"\s*[│┃]\s*", " | ", line).strip(" |") for line in lines]
+    assert [row for row in rows if row[0] not in "┏┡└"] == [
+        "Acceptance (replay, 13 prompts)",
+        "category | prompts | tau chain | 95% interval | tau tree | alpha",
+        "math | 1 | 1.500 | - | 2.500 | 0.50",
+        "chat | 12 | 2.000 | 1.75-2.25 | 3.500 | 0.75 0.25",
+        "all | 13 | 2.000 | 1.50-2.50 | 3.000 | 0.75 0.25",
+        "answer: tau 1.250, tree 2.750, 7 tokens",
+        "Acceptance length of the chain, as others define it",
+        "counted | pooled | mean over turns | over dialogues",
+        "1 + accepted / drafts, as vLLM | 2.000 | 2.125 | 2.250",
+    ]
+
+
 def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
     def result(by_part: dict) -> dict[str, Any]:
         return {
@@ -425,6 +456,16 @@ def test_bad_settings_are_named(setting, eagles, tmp_path, command, changes, mes
     with pytest.raises(InputError, match=message):
         MAINS[command].main(command(**{**own, **changes}))
     assert not (tmp_path / "o").exists()
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_is_loaded(
+    setting, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("conf.command.environment.find_missing_toolchain", lambda _: "gcc")
+    own = settings(setting, tmp_path / "o") | {"target": TargetConfig(path="./gone")}
+    why = r"^compile=true: torch\.compile lacks gcc; get it, or type compile=false$"
+    with pytest.raises(InputError, match=why):
+        speedup.main(SpeedupRun(**own, compile=True))
 
 
 def test_a_result_is_never_overwritten(setting, tmp_path) -> None:

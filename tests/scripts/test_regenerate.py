@@ -162,6 +162,7 @@ def test_the_key_is_sent_and_never_shown(status, hint, tmp_path, monkeypatch, ca
             run_with(server, data, tmp_path / "out2")
     shown = capsys.readouterr()
     assert KEY not in str(refused.value) + shown.out + shown.err
+    assert "***" in str(refused.value)
     for path in (tmp_path / "out").rglob("*"):
         assert KEY not in path.read_text()
 
@@ -481,7 +482,9 @@ def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
         assert (" tokens/s]" in last, "row/s" in last) == (True, forecasts), last
 
 
-def test_resumed_answers_equal_uninterrupted_ones(target_path, tmp_path, monkeypatch) -> None:
+def test_resumed_answers_equal_uninterrupted_ones(
+    target_path, tmp_path, monkeypatch, capsys
+) -> None:
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     settings = {"batch_size": 3, "temperature": 0.8}
     monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
@@ -502,8 +505,16 @@ def test_resumed_answers_equal_uninterrupted_ones(target_path, tmp_path, monkeyp
     # The last row is torn off too.
     path = tmp_path / "out/conversations.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    assert path.read_bytes().count(b"\n") == 3
+    *whole, torn = path.read_bytes().split(b"\n")
+    capsys.readouterr()
     assert run_local(target_path, data, tmp_path / "out", **settings) == clean
+    assert (
+        f"\ndropped a half-written row ({len(torn)} bytes)\n"
+        f"continuing: {len(whole)} conversations are done\n"
+        f"{7 - len(whole)} conversations to answer, at most 12 tokens a turn; "
+        f"answers go to {path}\n"
+    ) in capsys.readouterr().out
+    assert len(whole) == 3
     monkeypatch.undo()
     assert run_local(target_path, data, tmp_path / "other", **settings, seed=1) != clean
 

@@ -17,6 +17,7 @@ from heads.export.writer import format_readme
 from heads.kinds import load_head
 from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
+from scripts.publish.hub import fetch_terms
 from scripts.publish.staging import Renaming, scrub_private_data
 from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer, Repo
@@ -405,6 +406,8 @@ def test_hub_refusals_are_explained(hub, run_dir, monkeypatch) -> None:
 
 def test_an_unreachable_hub_is_named(hub, run_dir, monkeypatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    refused = "[Errno 111] Connection refused [Errno 111] Connection refused"
+    assert fetch_terms("me/x") == f"cannot reach http://127.0.0.1:9: {refused}"
     with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
         upload(run_dir)
 
