@@ -25,6 +25,12 @@ from conf.settings.target import TargetConfig
 from heads.target_model.identity import TargetIdentity, compute_weights_checksum, identify_target
 from heads.target_model.load import load_target_tokenizer
 
+KNOWN = TargetIdentity(
+    name="org/model", revision="a1", config="c" * 64, tokenizer="d" * 64, template=None,
+    weights="e" * 64, adapter=None, adapter_weights=None, quantization="none", dtype="float32",
+)  # fmt: skip
+
+
 def test_a_revision_is_that_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
@@ -40,12 +46,6 @@ def test_a_revision_is_that_of_this_checkout(monkeypatch: pytest.MonkeyPatch) ->
         "git", "-C", str(run_record.ROOT), "describe", "--always", "--abbrev=40", "--exclude=*",
         "--dirty=+changes",
     ]  # fmt: skip
-
-
-KNOWN = TargetIdentity(
-    name="org/model", revision="a1", config="c" * 64, tokenizer="d" * 64, template=None,
-    weights="e" * 64, adapter=None, adapter_weights=None, quantization="none", dtype="float32",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
