@@ -1,5 +1,6 @@
 """`eval/acceptance.py` and `eval/speedup.py`: figures, conditions, resumption and refusals."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -111,7 +112,12 @@ def test_replay_and_decoding_agree_to_the_last_digit(
     assert replayed["num_prompts"] == 8  # two turns of 4 dialogues
     assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
     assert replayed["versions"]["torch"]
-    assert replayed["data"]["form"] == "turns"
+    assert replayed["data"] == {
+        "path": setting["data"], "version": None, "subset": None, "split": "train", "form": "turns",
+        "sha256": hashlib.sha256(Path(setting["data"]).read_bytes()).hexdigest(),
+        "chat_template_kwargs": {}, "target_dtype": "float32", "trained_on": [],
+        "target_changes": [], "num_copies": 2, "num_prompts": 8, "num_bad": 0, "most_turns": 2,
+    }  # fmt: skip
     assert replayed["conditions"] == {
         "data": f"prompts.jsonl, sha256 {replayed['data']['sha256'][:8]}",
         "turns": "all turns",
@@ -270,6 +276,7 @@ def test_all_conditions_stand_in_one_table(
     assert rows[""]["tau"] == json.loads((tmp_path / "alone/acceptance.json").read_text())["tau"]
     shown = capsys.readouterr().out
     assert re.search(r"│ as given +│ +2 │ +\d+ │ \d\.\d\d \d", shown)
+    assert f"\nwrote {tmp_path}/conditions.json, {tmp_path}/conditions.png\n" in shown
     assert (tmp_path / "conditions.png").is_file()
     # A second start takes the results that are there.
     (tmp_path / "conditions.json").unlink()

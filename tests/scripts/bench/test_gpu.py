@@ -147,6 +147,19 @@ def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner)
     assert left == []
 
 
+def test_a_process_that_has_ended_by_itself_does_not_save_the_others(monkeypatch) -> None:
+    done: list[str] = []
+
+    def gone() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    others = [Namespace(kill=gone), Namespace(kill=lambda: done.append("killed"))]
+    process = Namespace(kill=gone, children=lambda recursive: others)
+    monkeypatch.setattr(gpu.psutil, "Process", {1: process}.__getitem__)
+    gpu.end_process_tree(Namespace(pid=1, wait=lambda: done.append("waited for")))
+    assert done == ["killed", "waited for"]
+
+
 def test_limits_grow_with_the_seconds_for_all(results: gpu.Results) -> None:
     short, long = (gpu.Runner(results, seconds, small=True) for seconds in (280.0, 7600.0))
     assert short.compute_limit(80.0) == 80.0
