@@ -21,7 +21,7 @@ from conf.settings.drafting import (
 )
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import SpeedupRun
-from conf.settings.target import TargetConfig
+from conf.settings.target import Dtype, TargetConfig
 from data.templates.record_encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
@@ -135,6 +135,12 @@ def test_settings_of_drafts_from_text_reach_them(monkeypatch) -> None:
     of_transformers = makers["generate_lookup"].keywords
     assert of_transformers == {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 4}
     assert builder.obstacles == {}
+    loaded: list[TargetConfig] = []
+    monkeypatch.setattr(methods, "load_target", lambda model, _: loaded.append(model) or 1 / 0)
+    config.draft, config.target.dtype = DraftModelConfig("small", "v2"), Dtype.bfloat16
+    with pytest.raises(ZeroDivisionError):
+        builder.list_makers()
+    assert loaded == [TargetConfig("small", "v2", dtype=Dtype.bfloat16)]
 
 
 def test_a_draft_model_padded_otherwise_leaves_out_transformers_own(

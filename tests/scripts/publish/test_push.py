@@ -368,7 +368,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     refused("not an empty folder", out_dir=str(run_dir))
     with pytest.raises(InputError, match=r"head\.path is unset"):
         push.main(PushRun(repo_id="me/x", dry_run=True, out_dir=str(tmp_path / "o")))
-    with pytest.raises(InputError, match=r"head\.path=nowhere: no such folder"):
+    with pytest.raises(InputError, match=r"path=nowhere: no such folder; name a trained head"):
         push.main(PushRun(head=HeadRef(path="nowhere"), repo_id="me/x"))
     (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
     refused(r"acceptance.json: lacks tau_ci95, alpha, per_position, .*, prompts, mode, static_tree")
