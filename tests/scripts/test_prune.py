@@ -131,7 +131,9 @@ def test_all_rows_are_shown_and_the_head_itself_last(capsys) -> None:
 
 def test_a_pruned_head_says_where_it_came_from(setting, tmp_path, capsys) -> None:
     prune.main(settings(setting, tmp_path, "eagle3", sizes=[150]))
-    assert "Cheaper logits (" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Cheaper logits (" in said
+    assert f"\nwrote {tmp_path}/prune.json, {tmp_path}/prune.png and {tmp_path}/SIZE/head\n" in said
     record = json.loads((tmp_path / "150/head/headsmith.json").read_text())
     assert record["a"] == 1
     assert record["pruned"]["head"] == str(setting / "eagle3")

@@ -160,6 +160,20 @@ def test_a_process_that_has_ended_by_itself_does_not_save_the_others(monkeypatch
     assert done == ["killed", "waited for"]
 
 
+def test_an_end_is_written_and_told(runner: gpu.Runner, capsys) -> None:
+    begun = time.monotonic()
+    for name, code in (("decode", 0), ("eagle3", 1), ("medusa", "no end within 9 s")):
+        runner.note_end(name, code, begun)
+    rows = runner.results.load_rows()
+    assert [(row["stage"], row["ended"], row["code"]) for row in rows] == [
+        ("decode", True, 0), ("eagle3", True, 1), ("medusa", True, "no end within 9 s"),
+    ]  # fmt: skip
+    seconds = [row["seconds"] for row in rows]
+    words = ("decode: ended", "eagle3: failed: 1", "medusa: failed: no end within 9 s")
+    expected = "".join(f"{word}, {s} s\n" for word, s in zip(words, seconds, strict=True))
+    assert capsys.readouterr().out.endswith(expected)
+
+
 def test_limits_grow_with_the_seconds_for_all(results: gpu.Results) -> None:
     short, long = (gpu.Runner(results, seconds, small=True) for seconds in (280.0, 7600.0))
     assert short.compute_limit(80.0) == 80.0
