@@ -317,6 +317,31 @@ def test_all_figures_are_shown_in_tables(capsys) -> None:
     ]
 
 
+def test_the_table_of_a_speedup_tells_what_is_lossy_and_what_differs(capsys) -> None:
+    one = {
+        "tau": 1.0, "tokens_per_s": 40.0, "speedup": 1.0, "speedup_ci95": None,
+        "efficiency": None, "lossy": False, "prompts": [{"dialogue": n} for n in range(12)],
+    }  # fmt: skip
+    two = one | {"tau": 2.5, "tokens_per_s": 80.25, "speedup": 2.006, "efficiency": 0.8}
+    two |= {"speedup_ci95": (1.75, 2.25), "lossy": True}
+    result = {
+        "baseline": "vanilla", "methods": {"vanilla": one, "medusa_typical": two},
+        "lossless": {"num_prompts": 9, "num_equal": 8, "first_divergences": ["prompt 3"] * 6},
+    }  # fmt: skip
+    speedup.print_speedup(result, Console(width=90))
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Speed-up over the baseline, vanilla (medians, 12 dialogues)"
+    assert [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in lines if line[0] in "│┃"] == [
+        ["method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency"],
+        ["vanilla", "1.000", "40.0", "1.00", "-", "-"],
+        ["medusa_typical (lossy)", "2.500", "80.2", "2.01", "1.75-2.25", "0.80"],
+    ]
+    equal = "8 of 9 texts equal to the target's greedy text under every method"
+    assert lines[-6:] == [equal, *["  prompt 3"] * 5]
+    speedup.print_speedup(result | {"lossless": None}, Console(width=90))
+    assert "equal" not in capsys.readouterr().out
+
+
 def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
     def result(by_part: dict) -> dict[str, Any]:
         return {

@@ -1,5 +1,6 @@
 """The content of `speedup.json`, and batch sizes beside each other, by hand."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
@@ -349,6 +350,11 @@ def test_the_table_says_what_pays_and_what_does_not() -> None:
     result = {"concurrency": found, "methods": found["1"]["methods"], "baselines": ["vanilla"]}
     print_concurrency(result, Console(file=out, width=80))
     shown = out.getvalue()
+    title, _, names, *_ = shown.splitlines()
+    assert title.strip() == "Texts at a time; ms to the first token and between tokens, p50 and p99"
+    assert re.split(r"\s*┃\s*", names)[1:-1] == [
+        "texts", "method", "tokens/s", "speed-up, 95%", "first", "between",
+    ]  # fmt: skip
     assert "│    16 │ tree    │      8.0 │ 0.50 0.40-2.60 │ 12.2 1234 │ 12.2 1234 │\n" in shown
     assert "│    16 │ vanilla │     16.0 │           1.00 │ 12.2 1234 │ 12.2 1234 │\n" in shown
     assert shown.endswith("tree: no longer pays from 16 on\ncopy: pays at all of them\n")
