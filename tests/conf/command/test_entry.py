@@ -134,6 +134,17 @@ def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(entry, key, 
     assert str(refused.value).startswith(f"{key}: this command has no such setting{told}")
 
 
+def test_every_setting_of_a_command_can_be_typed() -> None:
+    for entry in ("train/eagle.py", "eval/speedup.py"):
+        schema = COMMANDS[entry].schema
+        sections = {each.name: each.default_factory for each in fields(schema)}
+        for name, section in sections.items():
+            words.check_setting_exists(schema, name)
+            if is_dataclass(section):
+                for each in fields(section):
+                    words.check_setting_exists(schema, f"{name}.{each.name}", "1")
+
+
 def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "out/0").mkdir(parents=True)
     (tmp_path / "out/0/mine").touch()
