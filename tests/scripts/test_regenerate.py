@@ -1,9 +1,11 @@
 """Answers of a server or of a target here in place of those of rows: retried, resumed, refused."""
 
+import asyncio
 import json
 import os
 import signal
 import time
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record, load_records
 from data.servers import http_client as endpoint_module
-from data.servers.http_client import retry_after_s
+from data.servers.http_client import Endpoint, retry_after_s
 from scripts import regenerate
 from scripts.regenerate import ConversationAnswerer, Dialogue
 from tests.chats import assistant, chats, rows_in, user, write_rows
@@ -88,6 +90,15 @@ def test_turns_become_conversations_that_load_again(tmp_path, capsys, model, nor
         again = run_with(server, tmp_path / "out/conversations.jsonl", tmp_path / "out2")
     assert again == [row]
     assert row["category"] == "math"
+
+
+def test_settings_of_a_server_reach_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "key")
+    with ChatServer() as server:
+        asked = RegenerateRun(endpoint=server.url, api_key_env="MINE", max_retries=2, timeout_s=9.5)
+        for model, named in ((None, "toy"), ("other", "other")):
+            found = asyncio.run(regenerate.make_endpoint(replace(asked, model=model)))
+            assert found == Endpoint(server.url, named, "key", 2, 9.5)
 
 
 def test_failures_are_retried_and_requests_overlap(tmp_path, capsys) -> None:
