@@ -29,7 +29,7 @@ from eval.measure.prompts import Prompt
 from eval.report.plots import compute_step_ms, plot_concurrency
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
-from tests.eval.report.test_plots import drawn, lines  # noqa: F401
+from tests.eval.report.test_plots import drawn, lines, said, ticks  # noqa: F401
 
 TARGET = SimpleNamespace(tokenizer=None)
 
@@ -367,6 +367,15 @@ def test_a_picture_of_sizes(drawn) -> None:  # noqa: F811
     assert lines(speed) == [[(1, 1), (4, 4), (16, 16)], [(1, 2), (4, 6), (16, 8)]]
     assert lines(gain)[1] == [(1, 2), (4, 1.5), (16, 0.5)]
     assert lines(waits)[0] == [(1, 12.25), (4, 12.25), (16, 12.25)]
+    assert said(speed, gain, waits) == [
+        "texts at a time", "tokens per second, prompts included",
+        "texts at a time", "speed-up over the baseline",
+        "texts at a time", "ms between tokens, p50",
+    ]  # fmt: skip
+    for panel in (speed, gain, waits):
+        assert (panel.get_xscale(), ticks(panel)) == ("log", ["1", "4", "16"])
+        assert panel.get_ylim()[0] == 0
+    assert lines(gain)[-1] == [(0, 1), (1, 1)]
 
 
 def test_every_size_is_measured_once() -> None:

@@ -66,6 +66,15 @@ def said(*panels: Axes) -> list[str]:
     return [text.replace("\n", " ") for text in both if text]
 
 
+def named(panel: Axes) -> list[str]:
+    """Words of a legend."""
+    return [text.get_text() for text in panel.get_legend().get_texts()]
+
+
+def ticks(panel: Axes) -> list[str]:
+    return [label.get_text() for label in panel.get_xticklabels()]
+
+
 def test_a_picture_of_acceptance(drawn) -> None:
     own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5, 0.25], "num_prompts": 2}
     tree = {"tau": 2.0, "by_category": {"math": {"tau": 2.25}}}
@@ -122,6 +131,8 @@ def test_a_picture_of_a_search(drawn) -> None:
     left, right = drawn(plot_tree_search, SEARCHED | {"curve": CURVE | {"device": "gpu"}})
     assert lines(left) == [[(1, 10.0), (2, 15.0), (4, 11.0)], [(4, 11.0)], [(2, 15.0)]]
     assert lines(right) == [[(1, 1.0), (2, 1.5), (4, 2.0)]]
+    assert named(left) == ["best of each size", "default", "found"]
+    assert left.get_ylim()[0] == right.get_ylim()[0] == 0
     assert right.get_title() == "gpu"
     assert said(left, right) == [
         "draft tokens of a pass", "expected tokens per second",
@@ -146,6 +157,9 @@ def test_a_picture_of_heads_side_by_side(drawn) -> None:
         "tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)",
         "depth", "alpha, acceptance per depth", "depth", "first choice agrees with the target",
     ]  # fmt: skip
+    assert left.get_xlim()[0] == 1
+    for panel in (middle, right):
+        assert (panel.get_ylim(), ticks(panel)) == ((0, 1), ["1", "2"])
     [legend] = left.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
 
@@ -183,6 +197,9 @@ def test_a_picture_of_pruning(drawn) -> None:
         curve = [(16, 1.5 / share), (32, 2.0 / share), (64, 2.5 / share)]
         level = [] if share == 4 else [[(0, 2.25 / share), (1, 2.25 / share)]]
         assert lines(axis) == [curve, curve[2:], *level]
+        assert (axis.get_xscale(), ticks(axis)) == ("log", ["16", "32", "64"])
+        assert named(axis) == ["before", *["rank 8, all ids"] * len(level)]
+    assert axes[1].get_ylim() == (0, 1.02)
     ids = "ids that can be drafted"
     assert said(*axes) == [
         ids, "tau of the chain, tokens per verify pass (95% interval)",
