@@ -116,10 +116,17 @@ def test_a_test_that_the_limit_cut_short_runs_again(runner, monkeypatch) -> None
     runner.run_checks(["kernels"], 1.0)
     assert runner.results.list_tests("kernels") == ({"first"}, set())
     assert runner.results.load_rows()[-1]["code"] == "no end within 9 s"
-    monkeypatch.setattr(runner, "run_command", lambda *_, **_more: gpu.NO_TESTS)
+    asked: list[list[str]] = []
+
+    def run_nothing(_: str, command: list[str], *_limit: object, **_more: object) -> int:
+        asked.append(command[-3:])
+        return gpu.NO_TESTS
+
+    monkeypatch.setattr(runner, "run_command", run_nothing)
     monkeypatch.setattr(gpu, "CHECKS", {"empty": ("file", "nothing")})
     runner.run_checks(["empty"], 1.0)
     assert runner.results.load_rows()[-1]["code"] == gpu.NO_TESTS
+    assert asked == [["-k", "nothing", "file"]]
 
 
 def test_tests_that_have_ended_do_not_run_again(results, monkeypatch) -> None:
