@@ -120,8 +120,14 @@ def measuring(inputs: Path, head: Path, out_dir: Path) -> dict[str, Any]:
     }
 
 
-def test_it_trains_and_resumes_to_the_same_weights(inputs: Path, tmp_path: Path) -> None:
-    trained(inputs, tmp_path, schedule=Schedule.constant, max_steps=2)
+def test_it_trains_and_resumes_to_the_same_weights(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("train.loop.command.find_missing_toolchain", lambda _: "a compiler")
+        trained(inputs, tmp_path, schedule=Schedule.constant, max_steps=2)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "not compiled, which is slower: torch.compile needs a compiler" in told
     resumed = trained(inputs, tmp_path, schedule=Schedule.constant, resume="auto")
     straight = trained(inputs, tmp_path / "straight", schedule=Schedule.constant)
     mine, theirs = (load_file(folder / WEIGHTS) for folder in (resumed, straight))

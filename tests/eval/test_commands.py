@@ -1,5 +1,6 @@
 """`eval/acceptance.py` and `eval/speedup.py`: figures, conditions, resumption and refusals."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from toys import eagle_head, noisy_head, save_target
 
 from conf.command.jsonl_store import JsonlStore
@@ -110,7 +112,12 @@ def test_replay_and_decoding_agree_to_the_last_digit(
     assert replayed["num_prompts"] == 8  # two turns of 4 dialogues
     assert replayed["by_category"]["math"].keys() >= {"tau", "ci95", "num_prompts"}
     assert replayed["versions"]["torch"]
-    assert replayed["data"]["form"] == "turns"
+    assert replayed["data"] == {
+        "path": setting["data"], "version": None, "subset": None, "split": "train", "form": "turns",
+        "sha256": hashlib.sha256(Path(setting["data"]).read_bytes()).hexdigest(),
+        "chat_template_kwargs": {}, "target_dtype": "float32", "trained_on": [],
+        "target_changes": [], "num_copies": 2, "num_prompts": 8, "num_bad": 0, "most_turns": 2,
+    }  # fmt: skip
     assert replayed["conditions"] == {
         "data": f"prompts.jsonl, sha256 {replayed['data']['sha256'][:8]}",
         "turns": "all turns",
@@ -269,6 +276,7 @@ def test_all_conditions_stand_in_one_table(
     assert rows[""]["tau"] == json.loads((tmp_path / "alone/acceptance.json").read_text())["tau"]
     shown = capsys.readouterr().out
     assert re.search(r"│ as given +│ +2 │ +\d+ │ \d\.\d\d \d", shown)
+    assert f"\nwrote {tmp_path}/conditions.json, {tmp_path}/conditions.png\n" in shown
     assert (tmp_path / "conditions.png").is_file()
     # A second start takes the results that are there.
     (tmp_path / "conditions.json").unlink()
@@ -277,6 +285,61 @@ def test_all_conditions_stand_in_one_table(
     (tmp_path / "conditions.json").unlink()
     with pytest.raises(InputError, match=r"as_given/acceptance.json is of other settings"):
         acceptance.main(AcceptanceRun(**own | {"max_new_tokens": 9}, conditions=[""]))
+
+
+def test_all_figures_are_shown_in_tables(capsys) -> None:
+    one = {"num_prompts": 1, "tau": 1.5, "ci95": None, "alpha": [0.5]}
+    many = {"num_prompts": 12, "tau": 2.0, "ci95": (1.75, 2.25), "alpha": [0.75, 0.25]}
+    lengths = {"drafts": {"pooled": 2.0, "turns": 2.125, "dialogues": 2.25}}
+    tree = {
+        "tau": 3.0, "by_category": {"math": {"tau": 2.5}, "chat": {"tau": 3.5}},
+        "by_part": {"answer": {"tau": 2.75}},
+    }  # fmt: skip
+    result = {
+        "mode": "replay", **many, "num_prompts": 13, "tau_ci95": (1.5, 2.5),
+        "by_category": {"math": one, "chat": many}, "static_tree": tree,
+        "by_part": {"answer": {"tau": 1.25, "num_tokens": 7}, "thinking": {"tau": 1.0}},
+        "prompts": [{"dialogue": n} for n in range(13)], "acceptance_length": lengths,
+    }  # fmt: skip
+    acceptance.print_acceptance(result, Console(width=90))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.sub(r"\s*[│┃]\s*", " | ", line).strip(" |") for line in lines]
+    assert [row for row in rows if row[0] not in "┏┡└"] == [
+        "Acceptance (replay, 13 prompts)",
+        "category | prompts | tau chain | 95% interval | tau tree | alpha",
+        "math | 1 | 1.500 | - | 2.500 | 0.50",
+        "chat | 12 | 2.000 | 1.75-2.25 | 3.500 | 0.75 0.25",
+        "all | 13 | 2.000 | 1.50-2.50 | 3.000 | 0.75 0.25",
+        "answer: tau 1.250, tree 2.750, 7 tokens",
+        "Acceptance length of the chain, as others define it",
+        "counted | pooled | mean over turns | over dialogues",
+        "1 + accepted / drafts, as vLLM | 2.000 | 2.125 | 2.250",
+    ]
+
+
+def test_the_table_of_a_speedup_tells_what_is_lossy_and_what_differs(capsys) -> None:
+    one = {
+        "tau": 1.0, "tokens_per_s": 40.0, "speedup": 1.0, "speedup_ci95": None,
+        "efficiency": None, "lossy": False, "prompts": [{"dialogue": n} for n in range(12)],
+    }  # fmt: skip
+    two = one | {"tau": 2.5, "tokens_per_s": 80.25, "speedup": 2.006, "efficiency": 0.8}
+    two |= {"speedup_ci95": (1.75, 2.25), "lossy": True}
+    result = {
+        "baseline": "vanilla", "methods": {"vanilla": one, "medusa_typical": two},
+        "lossless": {"num_prompts": 9, "num_equal": 8, "first_divergences": ["prompt 3"] * 6},
+    }  # fmt: skip
+    speedup.print_speedup(result, Console(width=90))
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Speed-up over the baseline, vanilla (medians, 12 dialogues)"
+    assert [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in lines if line[0] in "│┃"] == [
+        ["method", "tau", "tokens/s", "speed-up", "95% interval", "efficiency"],
+        ["vanilla", "1.000", "40.0", "1.00", "-", "-"],
+        ["medusa_typical (lossy)", "2.500", "80.2", "2.01", "1.75-2.25", "0.80"],
+    ]
+    equal = "8 of 9 texts equal to the target's greedy text under every method"
+    assert lines[-6:] == [equal, *["  prompt 3"] * 5]
+    speedup.print_speedup(result | {"lossless": None}, Console(width=90))
+    assert "equal" not in capsys.readouterr().out
 
 
 def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
@@ -425,6 +488,16 @@ def test_bad_settings_are_named(setting, eagles, tmp_path, command, changes, mes
     with pytest.raises(InputError, match=message):
         MAINS[command].main(command(**{**own, **changes}))
     assert not (tmp_path / "o").exists()
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_is_loaded(
+    setting, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("conf.command.environment.find_missing_toolchain", lambda _: "gcc")
+    own = settings(setting, tmp_path / "o") | {"target": TargetConfig(path="./gone")}
+    why = r"^compile=true: torch\.compile lacks gcc; get it, or type compile=false$"
+    with pytest.raises(InputError, match=why):
+        speedup.main(SpeedupRun(**own, compile=True))
 
 
 def test_a_result_is_never_overwritten(setting, tmp_path) -> None:

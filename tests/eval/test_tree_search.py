@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from dataclasses import asdict
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from feature_heads import feature_head, fresh, settings_of
+from rich.console import Console
 from toys import eagle_head, noisy_head, random_target, save_target
 
 from conf.command import run_record as following
@@ -268,6 +270,7 @@ def test_the_command_finds_a_shape_that_decoding_then_uses(
     result = searched(setting, head, tmp_path / "s")
     assert (tmp_path / "s/tree_search.png").is_file()
     out = capsys.readouterr().out
+    assert "  Speed-up over passes of one token, " in out
     assert "Too few prompts to judge this shape: " in out
     assert "(measured, 2 other dialogues)." in out
     script, speedup = pasted(out)
@@ -367,6 +370,27 @@ def test_what_is_checked_was_never_searched_on(setting, tmp_path, monkeypatch) -
         seen["replay_target_texts"] == seen["estimate_advice"] == [(0, 1), (2, 1), (0, 2), (2, 2)]
     )
     assert seen["decode_with_shapes"] == seen["measure_advice"] == [(1, 1), (3, 1), (1, 2), (3, 2)]
+
+
+def test_all_figures_are_shown(capsys) -> None:
+    row = {
+        "num_tokens": 9, "tau": 1.5, "speedup": 1.25, "simulated_tau": 1.75,
+        "simulated_speedup": 1.375, "measured_speedup": None,
+    }  # fmt: skip
+    result = {
+        "curve": {"device": "cpu"}, "default": row, "found": row | {"measured_speedup": 2.0},
+        "predicted_gain": 1.125, "simulated_gain": 1.0625, "measured_gain": 1.5,
+    }  # fmt: skip
+    tree_search.print_tree_search(result, Console(width=110))
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Speed-up over passes of one token, cpu"
+    assert [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in lines if line[0] in "│┃"] == [
+        ["shape", "draft tokens", "tau", "predicted", "tau, other prompts", "simulated",
+         "measured"],
+        ["default", "9", "1.500", "1.250", "1.750", "1.375", "-"],
+        ["found", "9", "1.500", "1.250", "1.750", "1.375", "2.000"],
+        ["gain", "", "", "1.125", "", "1.062", "1.500"],
+    ]  # fmt: skip
 
 
 def test_a_recorded_curve_predicts_and_writes_no_shape(setting, tmp_path, monkeypatch) -> None:

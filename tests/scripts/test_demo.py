@@ -58,7 +58,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def test_what_is_done_is_not_run_again(ran: list[list[str]], tmp_path: Path) -> None:
+def test_what_is_done_is_not_run_again(
+    ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "monotonic", iter([n * n for n in range(99)]).__next__)
     model = tmp_path / "model.gguf"
     seconds = demo.run_stages(tmp_path / "out", model)
     scripts = [next(word for word in command if word.endswith(".py")) for command in ran]
@@ -68,6 +71,7 @@ def test_what_is_done_is_not_run_again(ran: list[list[str]], tmp_path: Path) -> 
     ]  # fmt: skip
     engines = ["llama.cpp, Q4_1", "llama.cpp, F32"]
     assert list(seconds) == ["answer", "capture", "train", "export", *engines]
+    assert list(seconds.values()) == [1, 5, 9, 13, 17, 21]
     assert demo.run_stages(tmp_path / "out", model) == seconds
     assert len(ran) == 6
     (tmp_path / "out/llamacpp-F32.json").unlink()
@@ -167,10 +171,13 @@ def test_a_row_of_figures() -> None:
     assert (one.tokens_per_s, one.tau, one.step, one.break_even_tau) == (80, 1.6, 0.02, 2)
     assert (two.tau, two.step, two.break_even_tau) == (2, 0.04, 4)
     assert (one.speedup, two.speedup) == (0.8, 0.5)
-    cells = [
-        list(column.cells)
-        for column in demo.build_table({"Q4_1, as shipped": [plain, one, two]}, 2).columns
-    ]
+    table = demo.build_table({"Q4_1, as shipped": [plain, one, two]}, 2)
+    assert table.title == "llama.cpp, greedy, threads: 2, medians of 3"
+    assert table.caption == "Other load on this machine lowers all of these figures."
+    assert [column.header for column in table.columns] == [
+        "weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step",
+    ]  # fmt: skip
+    cells = [list(column.cells) for column in table.columns]
     assert [column[1] for column in cells] == ["Q4_1", "1", "80.00", "0.80", "1.60", "2.00", "20.0"]
     assert cells[1] == ["none", "1", "2"]
 

@@ -1,9 +1,11 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from chats import assistant, chats, user, write_rows
+from rich.console import Console
 from safetensors.torch import load_file
 from toys import eagle_head, noisy_head, packed, random_target, save_target, texts
 
@@ -107,8 +109,31 @@ def test_ranks_are_measured_as_acceptance_does(setting, tmp_path, head, num_head
     assert before - small == num_heads * (300 * 64 - 4 * (300 + 64) - 32 * 64) * 4
 
 
-def test_a_pruned_head_says_where_it_came_from(setting, tmp_path) -> None:
+def test_all_rows_are_shown_and_the_head_itself_last(capsys) -> None:
+    row = {
+        "num_ids": 1500, "rank": None, "coverage": 0.5, "tau": 1.25, "tau_ci95": (1.125, 1.375),
+        "weight_bytes": 2_500_000, "draft_s": 0.002, "speedup": 1.5,
+    }  # fmt: skip
+    result = {
+        "num_prompts": 3, "num_counted": 4000, "pruned": [row],
+        "low_rank": [row | {"rank": 16, "tau_ci95": None}], "before": row | {"num_ids": 32000},
+    }  # fmt: skip
+    prune.print_rows(result, Console(width=90))
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Cheaper logits (3 prompts, 4,000 tokens counted)"
+    assert [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in lines if line[0] in "│┃"] == [
+        ["ids", "rank", "coverage", "tau", "95% interval", "MB read", "draft ms", "speed-up"],
+        ["1,500", "", "50.00%", "1.250", "1.12-1.38", "2.5", "2.00", "1.50"],
+        ["1,500", "16", "50.00%", "1.250", "-", "2.5", "2.00", "1.50"],
+        ["32,000", "", "50.00%", "1.250", "1.12-1.38", "2.5", "2.00", "1.50"],
+    ]
+
+
+def test_a_pruned_head_says_where_it_came_from(setting, tmp_path, capsys) -> None:
     prune.main(settings(setting, tmp_path, "eagle3", sizes=[150]))
+    said = capsys.readouterr().out
+    assert "Cheaper logits (" in said
+    assert f"\nwrote {tmp_path}/prune.json, {tmp_path}/prune.png and {tmp_path}/SIZE/head\n" in said
     record = json.loads((tmp_path / "150/head/headsmith.json").read_text())
     assert record["a"] == 1
     assert record["pruned"]["head"] == str(setting / "eagle3")

@@ -22,6 +22,12 @@ def test_what_is_there_is_not_made_again_but_shown(tmp_path: Path, capsys) -> No
     shown = capsys.readouterr().out
     assert "def f(a):\n    return a\n" in shown
     assert "1.50" in shown and "done before" in shown
+    table = quickstart.build_summary(speedup, {"tau": 2.0, "alpha": [0.5, 0.25]})
+    assert table.title == "Held-out prompts; speed-up over the baseline, generate"
+    assert [[column.header, *column.cells] for column in table.columns] == [
+        ["method", "medusa_chain"], ["tau", "2.00"], ["tokens/s", "10.00"], ["speed-up", "1.50"],
+    ]  # fmt: skip
+    assert table.caption == "replayed tau 2.000, alpha per depth 0.50 0.25"
     assert f"{tmp_path}/speedup.png" in shown.replace("\n", "")
     assert "accelerate launch train/eagle.py head=eagle3_1 target.path=MODEL" in shown
 

@@ -1,9 +1,11 @@
 """Answers of a server or of a target here in place of those of rows: retried, resumed, refused."""
 
+import asyncio
 import json
 import os
 import signal
 import time
+from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from conf.settings.scripts import RegenerateRun
 from conf.settings.target import Dtype, TargetConfig
 from data.rows.records import Record, load_records
 from data.servers import http_client as endpoint_module
-from data.servers.http_client import retry_after_s
+from data.servers.http_client import Endpoint, retry_after_s
 from scripts import regenerate
 from scripts.regenerate import ConversationAnswerer, Dialogue
 from tests.chats import assistant, chats, rows_in, user, write_rows
@@ -88,6 +90,15 @@ def test_turns_become_conversations_that_load_again(tmp_path, capsys, model, nor
         again = run_with(server, tmp_path / "out/conversations.jsonl", tmp_path / "out2")
     assert again == [row]
     assert row["category"] == "math"
+
+
+def test_settings_of_a_server_reach_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "key")
+    with ChatServer() as server:
+        asked = RegenerateRun(endpoint=server.url, api_key_env="MINE", max_retries=2, timeout_s=9.5)
+        for model, named in ((None, "toy"), ("other", "other")):
+            found = asyncio.run(regenerate.make_endpoint(replace(asked, model=model)))
+            assert found == Endpoint(server.url, named, "key", 2, 9.5)
 
 
 def test_failures_are_retried_and_requests_overlap(tmp_path, capsys) -> None:
@@ -162,6 +173,7 @@ def test_the_key_is_sent_and_never_shown(status, hint, tmp_path, monkeypatch, ca
             run_with(server, data, tmp_path / "out2")
     shown = capsys.readouterr()
     assert KEY not in str(refused.value) + shown.out + shown.err
+    assert "***" in str(refused.value)
     for path in (tmp_path / "out").rglob("*"):
         assert KEY not in path.read_text()
 
@@ -481,7 +493,9 @@ def test_the_bar_tells_tokens_and_forecasts_once_two_batches_have_ended(
         assert (" tokens/s]" in last, "row/s" in last) == (True, forecasts), last
 
 
-def test_resumed_answers_equal_uninterrupted_ones(target_path, tmp_path, monkeypatch) -> None:
+def test_resumed_answers_equal_uninterrupted_ones(
+    target_path, tmp_path, monkeypatch, capsys
+) -> None:
     data = chats(tmp_path / "in.jsonl", num_rows=7)
     settings = {"batch_size": 3, "temperature": 0.8}
     monkeypatch.setattr(regenerate, "BATCHES_AT_A_TIME", 1)
@@ -502,8 +516,16 @@ def test_resumed_answers_equal_uninterrupted_ones(target_path, tmp_path, monkeyp
     # The last row is torn off too.
     path = tmp_path / "out/conversations.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    assert path.read_bytes().count(b"\n") == 3
+    *whole, torn = path.read_bytes().split(b"\n")
+    capsys.readouterr()
     assert run_local(target_path, data, tmp_path / "out", **settings) == clean
+    assert (
+        f"\ndropped a half-written row ({len(torn)} bytes)\n"
+        f"continuing: {len(whole)} conversations are done\n"
+        f"{7 - len(whole)} conversations to answer, at most 12 tokens a turn; "
+        f"answers go to {path}\n"
+    ) in capsys.readouterr().out
+    assert len(whole) == 3
     monkeypatch.undo()
     assert run_local(target_path, data, tmp_path / "other", **settings, seed=1) != clean
 

@@ -1,6 +1,7 @@
 """Faults that change no text are found by what a head accepts, and mended."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +134,7 @@ def shown(head: Any) -> dict[str, Any]:
 
 def test_a_right_head_is_left_alone(folder, heads, tmp_path, capsys) -> None:
     repair.main(settings(folder, heads("dflash"), tmp_path / "out"))
-    assert "so the files are right" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
     assert not (tmp_path / "out/head").exists()
     rows = json.loads((tmp_path / "out/repair.json").read_text())["readings"]
     names = [row["reading"] for row in rows]
@@ -145,6 +146,12 @@ def test_a_right_head_is_left_alone(folder, heads, tmp_path, capsys) -> None:
     ]
     assert {"causal=true", "features in the order [4, 2]"} < set(names)
     assert all(row["more"] < 0 for row in rows[1:4])
+    table = [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in said if line[:1] in "│┃"]
+    assert table[0] == ["read", "tau", "more", "95% interval"]
+    assert table[1] == ["as its files say", f"{rows[0]['tau']:.3f}", "+0.000", "+0.000 to +0.000"]
+    assert len(table) == 1 + len(rows)
+    right = said.index("no other reading is significantly better, so the files are right")
+    assert said[right + 1].startswith("wrote ")
 
 
 @pytest.mark.slow

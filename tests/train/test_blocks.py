@@ -198,18 +198,19 @@ def test_a_step_draws_anchors_and_noise_by_its_seeds(target: Target, name: str) 
     config = settings_of(name, num_anchors=3, **({"noise": 0.5} if name == "peagle" else {}))
     objective = objective_of(fresh(target, config), target, config)
 
-    def drawn(seed: int) -> tuple[list[int], Tensor]:
-        batch = {**packed(texts(target, 2, 12)), NOISE_SEEDS: (seed,)}
+    def drawn(*seed: int) -> tuple[list[int], Tensor]:
+        batch = packed(texts(target, 2, 12)) | ({NOISE_SEEDS: seed} if seed else {})
         batch = objective.prepare_batch(objective.index_training_batch(batch))
         return batch[STEP_TARGETS].row_anchors.tolist(), objective.compute_outputs(batch)[0]
 
     first, again, other = map(drawn, (1, 1, 2))
     assert first[0] == again[0] != other[0]
     assert first[1].equal(again[1])
+    objective.eval()
     if name == "peagle":  # the first outputs are of all tokens
         assert not first[1].allclose(other[1])
-        objective.eval()
         assert drawn(1)[1].equal(drawn(2)[1])
+    assert drawn()[0] == drawn(0)[0]  # of rows that no step drew
 
 
 def test_a_head_learns_what_it_measures(target: Target) -> None:

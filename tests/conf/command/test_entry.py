@@ -13,11 +13,32 @@ from omegaconf import OmegaConf
 
 from conf.command import help_pages as words
 from conf.errors import InputError
+from conf.settings.blocks import DFlash2Config, DFlashConfig, DSparkConfig
 from conf.settings.data import DataConfig
-from conf.settings.measure import AcceptanceRun, SpeedupRun
-from conf.settings.medusa import MedusaConfig
+from conf.settings.drafting import (
+    DraftModelConfig,
+    DynamicTreeConfig,
+    LookaheadConfig,
+    LookupConfig,
+    RecyclingConfig,
+    SelfDraftConfig,
+    SuffixConfig,
+    TypicalConfig,
+)
+from conf.settings.eagle import EagleConfig, MtpConfig, PEagleConfig
+from conf.settings.measure import AcceptanceRun, ServeRun, SpeedupRun, TreeSearchRun
+from conf.settings.medusa import AdapterConfig, JointConfig, MedusaConfig
+from conf.settings.scripts import (
+    CaptureRun,
+    ContestRun,
+    ContestTrainConfig,
+    PruneRun,
+    RegenerateRun,
+    RelayRun,
+    TargetsRun,
+)
 from conf.settings.target import TargetConfig
-from conf.settings.training import TrainConfig
+from conf.settings.training import RolloutConfig, TrainConfig
 
 ENTRY_LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[{}]))  # repo root"
 ONE_OF_EACH_FOLDER = (
@@ -113,6 +134,17 @@ def test_a_setting_that_a_command_lacks_is_answered_with_who_has_it(entry, key, 
     assert str(refused.value).startswith(f"{key}: this command has no such setting{told}")
 
 
+def test_every_setting_of_a_command_can_be_typed() -> None:
+    for entry in ("train/eagle.py", "eval/speedup.py"):
+        schema = COMMANDS[entry].schema
+        sections = {each.name: each.default_factory for each in fields(schema)}
+        for name, section in sections.items():
+            words.check_setting_exists(schema, name)
+            if is_dataclass(section):
+                for each in fields(section):
+                    words.check_setting_exists(schema, f"{name}.{each.name}", "1")
+
+
 def test_a_sweep_gives_each_job_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "out/0").mkdir(parents=True)
     (tmp_path / "out/0/mine").touch()
@@ -147,6 +179,83 @@ def test_checks_name_the_key_and_what_is_allowed(schema, setting, value, message
     more = {"max_steps": 10} if setting == "warmup_steps" else {}
     with pytest.raises(InputError, match=message):
         schema(**{setting: value}, **more)
+
+
+RANGES = {
+    "above 0": (0, [
+        (DynamicTreeConfig, "dynamic_tree", "depth top_k num_tokens"),
+        (DraftModelConfig, "draft", "num_tokens max_tokens"),
+        (LookupConfig, "lookup", "num_tokens max_ngram min_ngram"),
+        (SuffixConfig, "suffix", "num_tokens max_ngram factor"),
+        (RecyclingConfig, "recycling", "num_tokens"),
+        (LookaheadConfig, "lookahead", "window num_guesses"),
+        (SelfDraftConfig, "self_draft", "num_layers num_tokens"),
+        (TypicalConfig, "typical", "threshold alpha"),
+        (MedusaConfig, "head", "num_heads num_layers loss_decay teacher_temperature"),
+        (AdapterConfig, "adapter", "rank alpha"),
+        (JointConfig, "joint", "heads_weight heads_lr_multiplier"),
+        (MtpConfig, "head", "num_steps step_decay teacher_temperature lk_eta top_k"),
+        (EagleConfig, "head", "draft_vocab_size"),
+        (PEagleConfig, "head", "num_layers num_anchors num_segments kept_share"),
+        (DFlashConfig, "head", "draft_vocab_size"),
+        (DFlash2Config, "head", "num_features num_layers num_anchors slot_gamma lk_eta window "
+         "teacher_temperature conv_kernel_size conv_group_size selector_rank "
+         "selector_top_k"),
+        (DSparkConfig, "head", "markov_rank"),
+        (TrainConfig, "train", "max_steps num_epochs batch_size batch_tokens micro_batch_size "
+         "max_grad_norm max_grad_value eval_steps num_eval_sequences save_steps num_checkpoints "
+         "log_steps"),
+        (RolloutConfig, "rollout", "steps max_new_tokens batch_size"),
+        (TargetConfig, "target", "prefill_chunk"),
+        (DataConfig, "data", "num_prompts max_length num_proc"),
+        (AcceptanceRun, "", "max_new_tokens depth top_k output_rank num_turns"),
+        (SpeedupRun, "", "batch_size num_repeats"),
+        (ServeRun, "", "num_repeats"),
+        (TreeSearchRun, "", "max_nodes num_repeats"),
+        (CaptureRun, "", "top_k micro_batch_size"),
+        (RegenerateRun, "", "concurrency batch_size max_new_tokens timeout_s"),
+        (RelayRun, "", "port max_age_s"),
+        (PruneRun, "", "num_sequences num_replay_prompts max_new_tokens depth"),
+        (ContestTrainConfig, "train", "batch_size micro_batch_size"),
+        (ContestRun, "", "max_new_tokens num_turns num_repeats"),
+        (TargetsRun, "", "timeout"),
+    ]),
+    "at least 0": (-1, [
+        (JointConfig, "joint", "heads_only_steps"),
+        (CaptureRun, "", "num_replay_prompts"),
+        (RegenerateRun, "", "temperature max_retries"),
+        (EagleConfig, "head", "divergence_weight regression_weight top_k_weight text_weight noise"),
+        (TrainConfig, "train", "num_replay_prompts weight_decay warmup_steps"),
+        (RolloutConfig, "rollout", "temperature"),
+        (DFlash2Config, "head", "text_weight divergence_weight selector_weight"),
+        (DSparkConfig, "head", "confidence_weight"),
+        (AcceptanceRun, "", "temperature"),
+        (ServeRun, "", "num_warmups"),
+    ]),
+    "from 0 to below 1": (1, [
+        (DraftModelConfig, "draft", "confidence"),
+        (SuffixConfig, "suffix", "min_prob"),
+        (AdapterConfig, "adapter", "dropout"),
+        (TrainConfig, "train", "average_decay"),
+        (AcceptanceRun, "", "min_p"),
+        (ServeRun, "", "tolerance"),
+    ]),
+    "from 0 to 1": (2, [
+        (MedusaConfig, "head", "off_path_weight"),
+        (PEagleConfig, "head", "kept_share least_share off_path_weight"),
+        (DFlash2Config, "head", "off_path_weight"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("allowed", RANGES)
+def test_every_number_has_its_range(allowed: str) -> None:
+    wrong, sections = RANGES[allowed]
+    for kind, section, names in sections:
+        for name in names.split():
+            key = f"{section}.{name}".lstrip(".")
+            with pytest.raises(InputError, match=rf"^{key}={wrong}: must be {allowed}$"):
+                kind(**{name: wrong})
 
 
 EAGLE1 = {

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from toys import save_target
 
+from conf.command import run_record
 from conf.command.run_record import (
     check_unchanged,
     compute_code_checksum,
     find_changed_keys,
     format_changes,
+    git_revision,
     make_fingerprint,
 )
 from conf.errors import InputError
@@ -26,6 +29,23 @@ KNOWN = TargetIdentity(
     name="org/model", revision="a1", config="c" * 64, tokenizer="d" * 64, template=None,
     weights="e" * 64, adapter=None, adapter_weights=None, quantization="none", dtype="float32",
 )  # fmt: skip
+
+
+def test_a_revision_is_that_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        if len(asked) > 1:
+            raise FileNotFoundError
+        return SimpleNamespace(stdout="a1+changes\n")
+
+    monkeypatch.setattr(run_record.subprocess, "run", run)
+    assert [git_revision(), git_revision()] == ["a1+changes", None]
+    assert asked[0] == [
+        "git", "-C", str(run_record.ROOT), "describe", "--always", "--abbrev=40", "--exclude=*",
+        "--dirty=+changes",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

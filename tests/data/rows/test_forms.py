@@ -409,7 +409,8 @@ def test_what_is_not_read_is_named(row, unread):
         ({"prompt": [SYSTEM, USER], "chosen": CHAT}, r"'prompt': found .*what 'chosen' begins"),
         ({"prompt": "Hi", "chosen": []}, r"'chosen': found \[\] \(list\); allowed: a non-empty"),
         ({"prompt": "Bye", "chosen": CHAT}, r"'prompt': found 'Bye' .*what 'chosen' begins with"),
-        *(({key: "<s>[INST] Hi [/INST]", "response": "Yes"}, rf"'{key}': found a rendered prompt")
+        *(({key: "<s>[INST] Hi [/INST]", "response": "Yes"}, rf"'{key}': found a rendered prompt "
+           r"\(it begins with '<s>\[INST\]'\); allowed: messages or a bare question, to render$")
           for key in ("prompt", "question")),
         *(({key: "USER: Hi ASSISTANT:", "output": "Yes"}, rf"'{key}': .* ends with 'ASSISTANT:'")
           for key in ("instruction", "prompt", "question")),

@@ -146,6 +146,8 @@ def test_what_has_no_definition_in_common_is_refused(folder) -> None:
     ("name", "content", "message"),
     [
         ("vllm", {"completed": 2}, r"'spec_decode_acceptance_length': found nothing; allowed: a r"),
+        ("vllm", VLLM | {"spec_decode_per_position_acceptance_rates": [0.8, 1.4, 0.4]},
+         r"'spec_decode_per_position_acceptance_rates\[1\]': found 1\.4"),
         ("vllm", VLLM | {"failed": 1}, r"'failed': found 1 requests; allowed: 0"),
         ("vllm", VLLM | {"spec_decode_acceptance_length": 2.5}, r"found 2\.5; allowed: 2\.6, as"),
         ("vllm", [VLLM], r"'\(whole file\)': found \[.*; allowed: an object"),

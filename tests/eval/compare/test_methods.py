@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,15 +12,22 @@ from toys import eagle_head, noisy_head, random_model, save_target, tokenizer
 
 from conf.errors import InputError
 from conf.settings.data import DataConfig
-from conf.settings.drafting import DraftModelConfig, HeadRef, SelfDraftConfig
+from conf.settings.drafting import (
+    DraftModelConfig,
+    HeadRef,
+    LookaheadConfig,
+    LookupConfig,
+    SelfDraftConfig,
+)
 from conf.settings.eagle import EagleForm
 from conf.settings.measure import SpeedupRun
-from conf.settings.target import TargetConfig
+from conf.settings.target import Dtype, TargetConfig
 from data.templates.record_encoder import RecordEncoder
 from eval import speedup
 from eval.compare import methods
-from eval.compare.methods import PromptDecoder
+from eval.compare.methods import MethodBuilder, PromptDecoder
 from eval.tune import skip_search
+from heads.decoding.sampling import GREEDY
 from heads.devices import this_processor
 from heads.kinds import load_head
 from heads.layers import fast_linear as packed
@@ -107,6 +115,32 @@ def test_every_method_gives_the_targets_own_text(family: str, llama: dict, tmp_p
         # What a text accepts does not depend on its neighbours.
         assert row["tau"] == pytest.approx(alone["methods"][name]["tau"]) or name in LEARNING
     assert alone["methods"]["draft_chain"]["tau"] > 1.2
+
+
+def test_settings_of_drafts_from_text_reach_them(monkeypatch) -> None:
+    made: list[tuple] = []
+    for kind in ("PromptLookup", "NgramModel", "Lookahead"):
+        monkeypatch.setattr(methods, kind, lambda *given, kind=kind: made.append((kind, *given)))
+    attention = SimpleNamespace(shares_keys=True)
+    target = SimpleNamespace(
+        device=torch.device("cpu"), is_recurrent=False, attention_pattern=attention
+    )
+    config = SpeedupRun(lookup=LookupConfig(5, 4, 2), lookahead=LookaheadConfig(6, 3, 8))
+    builder = MethodBuilder(SimpleNamespace(target=target, sampling=GREEDY, heads=[]), config)
+    monkeypatch.setattr(builder, "_build_engine_method", lambda make: make([]))
+    makers = builder.list_makers()
+    for name in ("prompt_lookup", "ngram", "lookahead"):
+        makers[name]()
+    assert made == [("PromptLookup", 5, 4, 2), ("NgramModel", 5, 4, 2), ("Lookahead", 6, 3, 8)]
+    of_transformers = makers["generate_lookup"].keywords
+    assert of_transformers == {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 4}
+    assert builder.obstacles == {}
+    loaded: list[TargetConfig] = []
+    monkeypatch.setattr(methods, "load_target", lambda model, _: loaded.append(model) or 1 / 0)
+    config.draft, config.target.dtype = DraftModelConfig("small", "v2"), Dtype.bfloat16
+    with pytest.raises(ZeroDivisionError):
+        builder.list_makers()
+    assert loaded == [TargetConfig("small", "v2", dtype=Dtype.bfloat16)]
 
 
 def test_a_draft_model_padded_otherwise_leaves_out_transformers_own(

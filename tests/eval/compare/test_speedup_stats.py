@@ -1,5 +1,6 @@
 """The content of `speedup.json`, and batch sizes beside each other, by hand."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from eval.measure.prompts import Prompt
 from eval.report.plots import compute_step_ms, plot_concurrency
 from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
-from tests.eval.report.test_plots import drawn, lines  # noqa: F401
+from tests.eval.report.test_plots import drawn, lines, said, ticks  # noqa: F401
 
 TARGET = SimpleNamespace(tokenizer=None)
 
@@ -349,6 +350,11 @@ def test_the_table_says_what_pays_and_what_does_not() -> None:
     result = {"concurrency": found, "methods": found["1"]["methods"], "baselines": ["vanilla"]}
     print_concurrency(result, Console(file=out, width=80))
     shown = out.getvalue()
+    title, _, names, *_ = shown.splitlines()
+    assert title.strip() == "Texts at a time; ms to the first token and between tokens, p50 and p99"
+    assert re.split(r"\s*┃\s*", names)[1:-1] == [
+        "texts", "method", "tokens/s", "speed-up, 95%", "first", "between",
+    ]  # fmt: skip
     assert "│    16 │ tree    │      8.0 │ 0.50 0.40-2.60 │ 12.2 1234 │ 12.2 1234 │\n" in shown
     assert "│    16 │ vanilla │     16.0 │           1.00 │ 12.2 1234 │ 12.2 1234 │\n" in shown
     assert shown.endswith("tree: no longer pays from 16 on\ncopy: pays at all of them\n")
@@ -361,6 +367,15 @@ def test_a_picture_of_sizes(drawn) -> None:  # noqa: F811
     assert lines(speed) == [[(1, 1), (4, 4), (16, 16)], [(1, 2), (4, 6), (16, 8)]]
     assert lines(gain)[1] == [(1, 2), (4, 1.5), (16, 0.5)]
     assert lines(waits)[0] == [(1, 12.25), (4, 12.25), (16, 12.25)]
+    assert said(speed, gain, waits) == [
+        "texts at a time", "tokens per second, prompts included",
+        "texts at a time", "speed-up over the baseline",
+        "texts at a time", "ms between tokens, p50",
+    ]  # fmt: skip
+    for panel in (speed, gain, waits):
+        assert (panel.get_xscale(), ticks(panel)) == ("log", ["1", "4", "16"])
+        assert panel.get_ylim()[0] == 0
+    assert lines(gain)[-1] == [(0, 1), (1, 1)]
 
 
 def test_every_size_is_measured_once() -> None:

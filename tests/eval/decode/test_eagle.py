@@ -154,6 +154,7 @@ def test_rows_of_different_lengths_are_joined() -> None:
     first = CommittedTokens([[1, 2], [3]], states([0.1, 0.2], [0.3, 9.0]), None)
     second = CommittedTokens([[4], [5, 6]], states([0.4, 9.0], [0.5, 0.6]), None)
     joined = first.concat(second)
-    assert joined.token_ids == [[1, 2, 4], [3, 5, 6]]
+    assert joined.token_ids == joined.tokens.tolist() == [[1, 2, 4], [3, 5, 6]]
+    assert joined.counts.tolist() == [3, 3]
     expected = torch.tensor([[0.1, 0.2, 0.4], [0.3, 0.5, 0.6]])
     assert torch.equal(joined.output.hidden_states[:, :, 0], expected)

@@ -1,8 +1,10 @@
 """Acceptance: figures of texts and categories, intervals, and lengths under every definition."""
 
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from eval.decode.engine import Step
 from eval.measure import acceptance_stats
@@ -20,6 +22,7 @@ from eval.measure.acceptance_stats import (
     format_interval,
     format_length_bucket,
     format_shown_interval,
+    print_acceptance_lengths,
     select_tree_figures,
     summarise_acceptance,
     tau,
@@ -216,6 +219,22 @@ def test_texts_of_one_token_have_no_pass() -> None:
 )  # fmt: skip
 def test_lengths_are_named_by_the_nearest_power_of_two(tokens: int, name: str) -> None:
     assert format_length_bucket(tokens) == name
+
+
+def test_the_table_has_a_row_for_each_definition(capsys) -> None:
+    lengths = {
+        "passes": {"pooled": 1.5, "turns": 1.25, "dialogues": None},
+        "drafts": {"pooled": 2.0, "turns": 2.0625, "dialogues": 3.0},
+    }
+    print_acceptance_lengths(lengths, Console(width=90), "EAGLE")
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Acceptance length of EAGLE, as others define it"
+    rows = [re.sub(r"\s*[│┃]\s*", " | ", line).strip(" |") for line in lines]
+    assert [row for row in rows if row[0] not in "┡└"] == [
+        "counted | pooled | mean over turns | over dialogues",
+        "tau: tokens per pass | 1.500 | 1.250 | -",
+        "1 + accepted / drafts, as vLLM | 2.000 | 2.062 | 3.000",
+    ]
 
 
 def test_the_page_has_every_definition() -> None:

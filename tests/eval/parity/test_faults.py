@@ -282,6 +282,42 @@ FAULTS: dict[tuple[str, str], list[tuple[str, list[Fault]]]] = {
         (r"has shape \[4, 5, 96\]; must", [key(f"{DFLASH}sample_from_anchor")]),
     ],
 }  # fmt: skip
+# What each key is needed for; JSON's messages also say its type.
+ABSENT: dict[tuple[str, str], dict[str, str]] = {
+    ("medusa", "vllm"): {"medusa_fc_bias": "drops the biases: bool"},
+    ("medusa", "original"): {
+        "base_model_name_or_path": "finds no target: str",
+        "medusa_num_heads": "takes 5: int", "medusa_num_layers": "takes 1: int",
+    },
+    ("eagle3", "vllm"): {
+        "architectures": "finds no class: list", "model_type": "finds no class: str",
+        "draft_vocab_size": "takes the target's vocabulary or fails: int",
+    },
+    ("eagle3, bias", "trtllm"): {"bias": "guesses, and not as others do: bool"},
+    ("dspark", "vllm"): {
+        "markov_head_type": "takes vanilla: str", "markov_rank": "takes 256 or none: int",
+        "confidence_head_with_markov": "takes false, or true: bool",
+        "enable_confidence_head": "takes false, or true: bool",
+    },
+    ("eagle3", "llamacpp"): {
+        f"{EAGLE}block_count": "loads nothing",
+        f"{EAGLE}embedding_length": "loads nothing",
+        f"{EAGLE}attention.head_count_kv": "takes head_count",
+        f"{EAGLE}attention.key_length": "divides the hidden size by the heads",
+        f"{EAGLE}context_length": "loads nothing",
+        f"{EAGLE}target_hidden_size": "loads nothing",
+        f"{EAGLE}rope.freq_base": "turns with a theta of 10000",
+        "tokenizer.ggml.model": "loads nothing",
+    },
+}  # fmt: skip
+for each, absent in ABSENT.items():
+    FAULTS.setdefault(each, []).extend(
+        (
+            rf"{name}.*: without it \S+ {why.replace(': ', '; must be a value of type ')}$",
+            [key(name)],
+        )
+        for name, why in absent.items()
+    )
 CASES = [
     pytest.param(cell, fault, message, id=f"{' for '.join(cell)}: {message} {number}")
     for cell, rows in FAULTS.items()

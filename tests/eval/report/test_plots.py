@@ -60,6 +60,21 @@ def words(axes: Axes) -> list[str]:
     return [label.get_text() for label in axes.get_yticklabels()]
 
 
+def said(*panels: Axes) -> list[str]:
+    """Words below panels, and beside those that have any, on one line each."""
+    both = [text for panel in panels for text in (panel.get_xlabel(), panel.get_ylabel())]
+    return [text.replace("\n", " ") for text in both if text]
+
+
+def named(panel: Axes) -> list[str]:
+    """Words of a legend."""
+    return [text.get_text() for text in panel.get_legend().get_texts()]
+
+
+def ticks(panel: Axes) -> list[str]:
+    return [label.get_text() for label in panel.get_xticklabels()]
+
+
 def test_a_picture_of_acceptance(drawn) -> None:
     own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5, 0.25], "num_prompts": 2}
     tree = {"tau": 2.0, "by_category": {"math": {"tau": 2.25}}}
@@ -71,6 +86,10 @@ def test_a_picture_of_acceptance(drawn) -> None:
         [(1.25, 0), (1.75, 0)], [(2.25, 0)], [(1.5, 1), (2.0, 1)], [(2.0, 1)], [(1, 0), (1, 1)],
     ]  # fmt: skip
     assert lines(right) == [[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]]
+    assert said(left, right) == [
+        "tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)",
+        "depth", "alpha, acceptance per depth",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [large, small])
@@ -90,6 +109,11 @@ def test_a_picture_of_speed(make, drawn) -> None:
     assert [[[y for _, y in line] for line in lines(alphas)] for alphas in others] == (
         [rates] if rates else []
     )
+    assert said(speed, times, taus, *others) == [
+        "tokens per second, prompt included, and speed-up over the baseline, vanilla",
+        "ms per verify pass", "tau, tokens per verify pass (95% interval)",
+        *(["depth", "alpha, acceptance per depth"] if rates else []),
+    ]  # fmt: skip
 
 
 DEVICE = "NVIDIA H100 80GB HBM3, with a very long name of its slice, MIG 1g.10gb"
@@ -107,7 +131,13 @@ def test_a_picture_of_a_search(drawn) -> None:
     left, right = drawn(plot_tree_search, SEARCHED | {"curve": CURVE | {"device": "gpu"}})
     assert lines(left) == [[(1, 10.0), (2, 15.0), (4, 11.0)], [(4, 11.0)], [(2, 15.0)]]
     assert lines(right) == [[(1, 1.0), (2, 1.5), (4, 2.0)]]
+    assert named(left) == ["best of each size", "default", "found"]
+    assert left.get_ylim()[0] == right.get_ylim()[0] == 0
     assert right.get_title() == "gpu"
+    assert said(left, right) == [
+        "draft tokens of a pass", "expected tokens per second",
+        "tokens of a pass", "cost in passes over one token",
+    ]  # fmt: skip
 
 
 def test_a_picture_of_heads_side_by_side(drawn) -> None:
@@ -123,6 +153,13 @@ def test_a_picture_of_heads_side_by_side(drawn) -> None:
     assert lines(middle) == [[(1, 0.5)], [(1, 0.75), (2, 0.5)]]
     assert lines(right) == [[(1, 0.875), (2, 0.625)]]
     assert right.lines[0].get_color() == middle.lines[1].get_color()
+    assert said(left, middle, right) == [
+        "tau, tokens per verify pass (bar: chain, 95% interval; diamond: tree)",
+        "depth", "alpha, acceptance per depth", "depth", "first choice agrees with the target",
+    ]  # fmt: skip
+    assert left.get_xlim()[0] == 1
+    for panel in (middle, right):
+        assert (panel.get_ylim(), ticks(panel)) == ((0, 1), ["1", "2"])
     [legend] = left.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
 
@@ -135,6 +172,9 @@ def test_a_picture_of_tools_side_by_side(drawn) -> None:
     assert words(left) == ["ours", "theirs"]
     assert bars(left) == [2.5, 0]
     assert lines(right) == [[(1, 0.75), (2, 0.5)]]
+    assert said(left, right) == [
+        "acceptance length", "position", "share of drafts accepted that far",
+    ]  # fmt: skip
 
 
 def pruned(num_ids: int, figure: float) -> dict[str, Any]:
@@ -157,7 +197,14 @@ def test_a_picture_of_pruning(drawn) -> None:
         curve = [(16, 1.5 / share), (32, 2.0 / share), (64, 2.5 / share)]
         level = [] if share == 4 else [[(0, 2.25 / share), (1, 2.25 / share)]]
         assert lines(axis) == [curve, curve[2:], *level]
-    assert axes[2].get_ylabel() == "expected speed-up, gpu"
+        assert (axis.get_xscale(), ticks(axis)) == ("log", ["16", "32", "64"])
+        assert named(axis) == ["before", *["rank 8, all ids"] * len(level)]
+    assert axes[1].get_ylim() == (0, 1.02)
+    ids = "ids that can be drafted"
+    assert said(*axes) == [
+        ids, "tau of the chain, tokens per verify pass (95% interval)",
+        ids, "share of the target's choices that can be drafted", ids, "expected speed-up, gpu",
+    ]  # fmt: skip
 
 
 def of_methods(names: Iterable[str]) -> dict[str, Any]:

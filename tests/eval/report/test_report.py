@@ -305,6 +305,18 @@ def test_alpha_is_told_down_to_the_deepest_draft(pages) -> None:
     assert re.findall(r">(\d+)<", head) == ["1", "2", "3", "4", "5"]
 
 
+def test_lines_of_alpha_fill_their_chart(pages) -> None:
+    chart = pages["large"].read_text().split('<section id="alpha">')[1].split("</section>")[0]
+    height = float(re.search(r'viewBox="0 0 \S+ (\S+)"', chart)[1]) - 44
+    rates = [row["alpha"][:5] for row in large()["methods"].values() if row.get("alpha")]
+    drawn = re.findall(r'<polyline class="line" points="([^"]*)"', chart)
+    assert len(drawn) == len(rates)
+    for line, alphas in zip(drawn, rates, strict=True):
+        found = [tuple(map(float, point.split(","))) for point in line.split()]
+        expected = [(36 + 50 * d, 10 + height * (1 - alpha)) for d, alpha in enumerate(alphas)]
+        assert found == [pytest.approx(point, abs=0.06) for point in expected]
+
+
 @pytest.mark.parametrize(("low", "high", "ticks"), [(0, 1, [0, 0.5, 1]), (0.9, 1.1, [0.9, 1, 1.1])])
 def test_ticks_are_round(low, high, ticks) -> None:
     assert Axis(low, high, 0, 100).ticks == pytest.approx(ticks)
@@ -313,3 +325,5 @@ def test_ticks_are_round(low, high, ticks) -> None:
 def test_axis_of_equal_figures_has_a_length() -> None:
     axis = make_interval_axis([{"speedup": 1.0}], "speedup", 0, 100)
     assert axis(1.0) == pytest.approx(50)
+    faster = make_interval_axis([{"speedup": 2.0, "speedup_ci95": (1.5, 3.0)}], "speedup", 0, 100)
+    assert (faster(1.0), faster(3.0)) == (5.4, 94.6)  # 0.12 beside 2 at both ends

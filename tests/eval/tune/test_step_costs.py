@@ -1,7 +1,9 @@
 import json
+import re
 
 import pytest
 import torch
+from rich.console import Console
 from toys import Clock, eagle_head, noisy_head, random_target, texts
 
 from conf.command import clock as eval_clock
@@ -152,6 +154,21 @@ def test_where_drafting_stops_paying(best: dict[int, float], stops: int | None) 
     assert found.describe_advice()["stops_paying_at_batch_size"] == stops
     lengths = [point["best_length"] for point in found.describe_advice()["points"]]
     assert lengths == [2 if speedup > 1 else 0 for speedup in best.values()]
+
+
+def test_advice_has_a_row_for_each_batch_size(capsys) -> None:
+    points = [BatchSizeAdvice(1, [1.25, 1.5], {1: 1.375, 2: 1.75}), BatchSizeAdvice(4, [0.75, 0.5])]
+    Advice(points).print_advice(Console(width=80))
+    title, *lines, end = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Chains by batch size: speed-up while the whole batch goes on"
+    assert [re.split(r"\s*[│┃]\s*", line)[1:-1] for line in lines if line[0] in "│┃"] == [
+        ["batch", "best length", "predicted", "measured"],
+        ["1", "2", "1: 1.25, 2: 1.50", "1: 1.38, 2: 1.75"],
+        ["4", "0", "1: 0.75", "-"],
+    ]
+    assert end == "drafting stops paying at batch size 4"
+    Advice(points[:1]).print_advice(Console(width=80))
+    assert capsys.readouterr().out.endswith("\ndrafting pays at every batch size tried\n")
 
 
 def test_what_is_advised_is_measured_at_both_ends_and_in_the_middle(target, monkeypatch) -> None:

@@ -35,6 +35,19 @@ KINDS = {
 }
 
 
+def test_cudnns_attention_is_off_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for device in (cpu, cuda):
+        kernels.choose_kernels(device)
+    assert told == [False]
+    assert kernels.kernel_notice(cpu) == []
+    assert kernels.kernel_notice(cuda) == [
+        "attention on cuda: PyTorch's flash and memory-efficient kernels, cuDNN's is off"
+    ]
+
+
 def heads(num_texts: int, num_tokens: int, value_size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """Four query heads, of which two share a key-value head."""
     generator = torch.Generator().manual_seed(0)

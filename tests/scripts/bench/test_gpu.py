@@ -116,10 +116,17 @@ def test_a_test_that_the_limit_cut_short_runs_again(runner, monkeypatch) -> None
     runner.run_checks(["kernels"], 1.0)
     assert runner.results.list_tests("kernels") == ({"first"}, set())
     assert runner.results.load_rows()[-1]["code"] == "no end within 9 s"
-    monkeypatch.setattr(runner, "run_command", lambda *_, **_more: gpu.NO_TESTS)
+    asked: list[list[str]] = []
+
+    def run_nothing(_: str, command: list[str], *_limit: object, **_more: object) -> int:
+        asked.append(command[-3:])
+        return gpu.NO_TESTS
+
+    monkeypatch.setattr(runner, "run_command", run_nothing)
     monkeypatch.setattr(gpu, "CHECKS", {"empty": ("file", "nothing")})
     runner.run_checks(["empty"], 1.0)
     assert runner.results.load_rows()[-1]["code"] == gpu.NO_TESTS
+    assert asked == [["-k", "nothing", "file"]]
 
 
 def test_tests_that_have_ended_do_not_run_again(results, monkeypatch) -> None:
@@ -145,6 +152,33 @@ def test_what_does_not_end_is_ended_with_all_that_it_started(runner: gpu.Runner)
         each for each in psutil.process_iter(["cmdline"]) if "77.5" in (each.info["cmdline"] or [])
     ]
     assert left == []
+
+
+def test_a_process_that_has_ended_by_itself_does_not_save_the_others(monkeypatch) -> None:
+    done: list[str] = []
+
+    def gone() -> None:
+        raise psutil.NoSuchProcess(1)
+
+    others = [Namespace(kill=gone), Namespace(kill=lambda: done.append("killed"))]
+    process = Namespace(kill=gone, children=lambda recursive: others)
+    monkeypatch.setattr(gpu.psutil, "Process", {1: process}.__getitem__)
+    gpu.end_process_tree(Namespace(pid=1, wait=lambda: done.append("waited for")))
+    assert done == ["killed", "waited for"]
+
+
+def test_an_end_is_written_and_told(runner: gpu.Runner, capsys) -> None:
+    begun = time.monotonic()
+    for name, code in (("decode", 0), ("eagle3", 1), ("medusa", "no end within 9 s")):
+        runner.note_end(name, code, begun)
+    rows = runner.results.load_rows()
+    assert [(row["stage"], row["ended"], row["code"]) for row in rows] == [
+        ("decode", True, 0), ("eagle3", True, 1), ("medusa", True, "no end within 9 s"),
+    ]  # fmt: skip
+    seconds = [row["seconds"] for row in rows]
+    words = ("decode: ended", "eagle3: failed: 1", "medusa: failed: no end within 9 s")
+    expected = "".join(f"{word}, {s} s\n" for word, s in zip(words, seconds, strict=True))
+    assert capsys.readouterr().out.endswith(expected)
 
 
 def test_limits_grow_with_the_seconds_for_all(results: gpu.Results) -> None:

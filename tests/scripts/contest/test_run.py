@@ -186,13 +186,14 @@ def test_a_contest_that_is_stopped_stops_its_task(tmp_path, monkeypatch) -> None
     assert codes == [-signal.SIGTERM]
 
 
-def test_a_contest_first_ends_what_a_killed_one_left(tmp_path, monkeypatch) -> None:
+def test_a_contest_first_ends_what_a_killed_one_left(tmp_path, monkeypatch, capsys) -> None:
     begin_inputs(tmp_path)
     folders: list[Path] = []
     monkeypatch.setattr(contest, "end_orphans", folders.append)
     with pytest.raises(InputError, match=r"run the other parts before report"):
         contest.main(settings(tmp_path, parts=[ContestPart.report]))
     assert folders == [tmp_path / "out"]
+    assert capsys.readouterr().out == "medusa, eagle3_1: 15 steps each\n"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -17,6 +17,7 @@ from heads.export.writer import format_readme
 from heads.kinds import load_head
 from heads.medusa import MedusaHead, MedusaHeadConfig
 from scripts import push
+from scripts.publish.hub import fetch_terms
 from scripts.publish.staging import Renaming, scrub_private_data
 from tests.conf.command.test_following import pasted
 from tests.hub_server import TOKEN, HubServer, Repo
@@ -113,10 +114,14 @@ def test_a_dry_run_ends_with_the_push(run_dir, tmp_path, capsys) -> None:
     assert "links after upload: https://huggingface.co/me/qwen-medusa\n" in said
     again = PushRun(HeadRef(str(run_dir / "head")), "me/qwen-medusa", private=False)
     assert pasted(said) == ("scripts/push.py", again)
-    assert sorted(path.name for path in staged.iterdir()) == [
+    names = [
         "README.md", "acceptance.png", "config.json", "headsmith.json",
         "medusa_lm_head.safetensors",
     ]  # fmt: skip
+    sizes = {path.name: path.stat().st_size for path in staged.iterdir()}
+    assert sorted(sizes) == names
+    listed = "".join(f"  {name} ({sizes[name]:,} bytes)\n" for name in names)
+    assert f"me/qwen-medusa\n{listed}dry run: nothing" in said
 
 
 @pytest.mark.parametrize(
@@ -363,7 +368,7 @@ def test_bad_inputs_are_named(run_dir: Path, tmp_path: Path) -> None:
     refused("not an empty folder", out_dir=str(run_dir))
     with pytest.raises(InputError, match=r"head\.path is unset"):
         push.main(PushRun(repo_id="me/x", dry_run=True, out_dir=str(tmp_path / "o")))
-    with pytest.raises(InputError, match=r"head\.path=nowhere: no such folder"):
+    with pytest.raises(InputError, match=r"path=nowhere: no such folder; name a trained head"):
         push.main(PushRun(head=HeadRef(path="nowhere"), repo_id="me/x"))
     (run_dir / "acceptance.json").write_text(json.dumps({"tau": 1}))
     refused(r"acceptance.json: lacks tau_ci95, alpha, per_position, .*, prompts, mode, static_tree")
@@ -401,6 +406,8 @@ def test_hub_refusals_are_explained(hub, run_dir, monkeypatch) -> None:
 
 def test_an_unreachable_hub_is_named(hub, run_dir, monkeypatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    refused = "[Errno 111] Connection refused [Errno 111] Connection refused"
+    assert fetch_terms("me/x") == f"cannot reach http://127.0.0.1:9: {refused}"
     with pytest.raises(InputError, match=r"cannot reach http://127\.0\.0\.1:9"):
         upload(run_dir)
 

@@ -125,7 +125,9 @@ def test_heads_learn_the_same_from_engines(
         found, expected = (curve(tmp_path / way, name) for way in ("served", "here"))
         assert found == pytest.approx(expected, 1e-4)
     assert all(list(each.folder.iterdir()) == [] for each in servers)
-    assert min(len(each.bodies) for each in servers) > 5
+    asked = [[len(body["prompt"]) for body in each.bodies] for each in servers]
+    assert min(map(len, asked)) > 5
+    assert {lengths[1] for lengths in asked} == {max(map(max, asked))}  # the longest comes first
     assert "training waits for hidden states" in capsys.readouterr().out
     assert 0 <= curve(tmp_path / "served", "train/waiting")[-1] <= 1
     about = json.loads((tmp_path / "served/head/headsmith.json").read_text())["about_head"]
