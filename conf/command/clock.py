@@ -125,9 +125,9 @@ class PartClock:
             end.record()
             self._events.append((name, texts, start, end))
         else:
-            start = self._watch.seconds()
+            before = self._watch.seconds()
             yield
-            self._add_seconds(name, texts, self._watch.seconds() - start)
+            self._add_seconds(name, texts, self._watch.seconds() - before)
 
     @contextmanager
     def pause_timing(self, texts: Sequence[int] = (0,)) -> Iterator[None]:

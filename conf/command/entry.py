@@ -117,7 +117,7 @@ class Command(Generic[Config]):
 
     def compose_settings(self, overrides: list[str]) -> DictConfig:
         """Compose unchecked settings from the schema's defaults, the recipe and overrides."""
-        _register_settings(self.name, self.schema, self.recipes)
+        _register_settings(self)
         # `initialize` would read the source of every caller.
         with initialize_config_dir(str(RECIPES), version_base=None):
             return compose(self._config_name, overrides)
@@ -137,7 +137,7 @@ class Command(Generic[Config]):
 
         self._check_typed_forms(argv)
         self._check_keys(argv)
-        _register_settings(self.name, self.schema, self.recipes)
+        _register_settings(self)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors and prints none
         start = hydra.main(
             version_base=None, config_path=str(RECIPES), config_name=self._config_name
@@ -195,19 +195,19 @@ class Command(Generic[Config]):
 
 
 @cache
-def _register_settings(name: str, schema: type, recipes: tuple[str, ...]) -> None:
+def _register_settings(command: Command[Any]) -> None:
     """Store in Hydra, once, the parts that the settings of a command are composed from."""
     store = ConfigStore.instance()
-    store.store(name=f"{name}_schema", node=schema)
-    for recipe in recipes:
+    store.store(name=f"{command.name}_schema", node=command.schema)
+    for recipe in command.recipes:
         node = OmegaConf.load(RECIPES / f"{recipe}.yaml")
         store.store(group="head", name=recipe, node=node, package="_global_")
-    head = [{"head": recipe} for recipe in recipes[:1]]
+    head = [{"head": recipe} for recipe in command.recipes[:1]]
     loggings = ("job_logging", "hydra_logging")
     silent = [{f"override hydra/{logging}": "disabled"} for logging in loggings]
-    defaults = [f"{name}_schema", "_self_", *head, *silent]
-    settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": name}}}
-    store.store(name=f"{name}_command", node=settings)
+    defaults = [f"{command.name}_schema", "_self_", *head, *silent]
+    settings = {"defaults": defaults, "hydra": HYDRA | {"job": {"name": command.name}}}
+    store.store(name=command._config_name, node=settings)
 
 
 def convert_hydra_error(
