@@ -608,7 +608,7 @@ def test_a_row_of_every_schema_is_read_or_refused_by_name(name: str) -> None:
         reading = format_reading(record)
         assert record.category == schema.get("category", record.category)
     except MalformedRowError as error:
-        reading = f"refused: {error.name}"
+        reading = f"refused: {error}"
     except InputError:
         reading = "a row of no known form"
     assert reading == schema["reading"]
