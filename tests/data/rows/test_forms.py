@@ -442,6 +442,44 @@ def test_what_cannot_be_read_is_refused_by_name(row, message):
         read(row)
 
 
+def test_what_is_allowed_is_said_whole() -> None:
+    """Of all rows above, but for advice with names of columns, which the schemas below show."""
+    [cases] = test_what_cannot_be_read_is_refused_by_name.pytestmark
+    said = set()
+    for row, _ in cases.args[1]:
+        with pytest.raises(MalformedRowError) as refused:
+            read(row)
+        said.add(refused.value.allowed)
+    advice = ("a text that the messages hold too; ", "plain text without it; map it")
+    assert {each for each in said if not each.startswith(advice)} == {
+        "-100 or 1", "0 or 1", "0 or 1 (learnt)", "0 or 1, false or true",
+        "False, or label: false, with which the answer is not learnt",
+        "True, or label: false, with which the answer is not learnt", "a function with a 'name'",
+        "a list beside input_ids",
+        "a mask of a known name: train, true or false for the whole message",
+        "a non-empty list of function schemas", "a non-empty list of objects",
+        "a non-empty list of pairs", "a non-empty list of strings",
+        "a non-empty list of tool calls", "a non-empty string",
+        "a pair of the user's text and the answer", "a row to learn", "a string",
+        "a string or a list of messages", "a token id", "after it", "an object",
+        "an object with 'role' and 'content'", "an object with 'type' and 'text'",
+        "an object with a 'name'", "an object, or one written as JSON", "at least one user message",
+        "false (a bad answer) or true; a number may be a class: name it otherwise", "function",
+        "messages or a bare question, to render",
+        "messages, whose answers are learnt; or data.form=text to learn the whole text",
+        "one for each of 2 input_ids",
+        "one of the fields loss_mask, assistant_masks, completion_mask, labels beside",
+        "one of them", "one per message", "parts of type 'text'",
+        "system, user, assistant, tool, developer, human, gpt, chatgpt, bing, bard, model, "
+        "ai, bot, function, observation, tool_response, function_call, tool_call",
+        "text alone, without this field",
+        "text alone; the target's template puts its own tokens around the text",
+        "the answer to the last question of the messages", "the assistant's", "the same mask",
+        "valid Unicode", "what 'chosen' begins with",
+        "with a 'prompt' beside, or a list of messages",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("message", "row", "indices"),
     [
@@ -608,7 +646,7 @@ def test_a_row_of_every_schema_is_read_or_refused_by_name(name: str) -> None:
         reading = format_reading(record)
         assert record.category == schema.get("category", record.category)
     except MalformedRowError as error:
-        reading = f"refused: {error.name}"
+        reading = f"refused: {error}"
     except InputError:
         reading = "a row of no known form"
     assert reading == schema["reading"]

@@ -74,6 +74,63 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+PROBLEMS = {
+    "SGLang fuses at least 2 hidden states, and this head reads [4]",
+    "SGLang has no place for a bias of the fusion layer (fc.bias)",
+    "SGLang has no place for the normed feature as residual (norm_before_residual; heads "
+    "of head=eagle3_1 have none)",
+    "SGLang loads no Medusa heads",
+    "SGLang loads no P-EAGLE heads",
+    "TensorRT-LLM has no layout for DFlash heads in this version",
+    "TensorRT-LLM has no place for the normed feature as residual (norm_before_residual; "
+    "heads of head=eagle3_1 have none)",
+    "TensorRT-LLM loads no EAGLE-1/2 heads",
+    "llama.cpp assumes attention_factor=None of YaRN's settings, and this head has 1.5",
+    "llama.cpp assumes beta_fast=32 of YaRN's settings, and this head has 16",
+    "llama.cpp assumes truncate=True of YaRN's settings, and this head has False",
+    "llama.cpp fuses 3 hidden states, and this head reads [1, 2, 4, 5]",
+    "llama.cpp fuses 3 hidden states, and this head reads [2, 4]",
+    "llama.cpp fuses hidden states as wide as the head, and this head has 64 for hidden "
+    "states of 32",
+    "llama.cpp has no place for a bias of the fusion layer (fc.bias)",
+    "llama.cpp has no place for a norm per feature (fc_norm)",
+    "llama.cpp has no place for biases of queries, keys and values alone (q_proj.bias)",
+    "llama.cpp has no place for biases of the MLP (up_proj.bias)",
+    "llama.cpp has no place for its normed output fed back (norm_output)",
+    "llama.cpp has no place for norms on queries and keys (q_norm, k_norm)",
+    "llama.cpp lets rows of DFlash-2 see later rows, and this head has head.causal=true",
+    "llama.cpp loads no EAGLE-1/2 heads",
+    "llama.cpp loads no Medusa heads",
+    "llama.cpp loads no P-EAGLE heads",
+    "llama.cpp needs a hidden size of k * (k + 1) or more for head.selector_top_k=k, and "
+    "this head has 64 for 8",
+    "llama.cpp needs causal rows in all layers or in none, and layers [1] of this head see "
+    "all of the text",
+    "llama.cpp supports default, linear, yarn and llama3 RoPE, and this head has dynamic",
+    "llama.cpp supports head.markov_head_type=vanilla only, and this head has gated",
+    "llama.cpp supports head.markov_head_type=vanilla only, and this head has rnn",
+    "speculators has no place for a norm per feature (fc_norm)",
+    "speculators loads no Medusa heads",
+    "the authors' code has no place for a norm per feature (fc_norm)",
+    "the authors' code supports plain RoPE, and linearly scaled RoPE with a theta of "
+    "10000; this head has llama3 with 500000",
+    "the authors' code supports plain RoPE, and linearly scaled RoPE with a theta of "
+    "10000; this head has yarn with 50000",
+    "the head reads hidden states [0, 2, 4] of 8, but for TensorRT-LLM they must lie in "
+    "1..7, as the last one has passed the final norm; train with other head.layers",
+    "the head reads hidden states [1, 2, 3] of 8, but the authors' code always [2, 4, 5]; "
+    "train with head.layers=[2, 4, 5], or choose another format",
+    "the head reads hidden states [2, 4, 8] of 8, but for vLLM they must lie in 0..7, as "
+    "the last one has passed the final norm; train with other head.layers",
+    "the head reads hidden states [8, 2, 4] of 8, but for llama.cpp they must lie in 0..7, "
+    "as the last one has passed the final norm; train with other head.layers",
+    "vLLM fuses hidden states in rising order, and this head reads [5, 2, 4]",
+    "vLLM has no place for a bias of the fusion layer (fc.bias)",
+    "vLLM supports head.markov_head_type=vanilla only, and this head has rnn",
+}  # fmt: skip
+"""What these refusals say, up to the engines that are allowed."""
+
+
 @pytest.fixture(scope="module")
 def target() -> Target:
     return toy_target()
@@ -101,6 +158,7 @@ def test_a_head_that_an_engine_would_compute_otherwise_is_refused(
     with pytest.raises(InputError, match=rf"^format={engine}: ") as refused:
         check(head, ExportFormat(engine))
     assert refused.match(message)
+    assert str(refused.value).removeprefix(f"format={engine}: ").split("; allowed")[0] in PROBLEMS
 
 
 def test_settings_that_are_the_engine_s_own_are_none_to_refuse(target: Target) -> None:

@@ -1,6 +1,7 @@
 """Vision-language models as targets of their text."""
 
 import json
+import re
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -128,6 +129,8 @@ def test_towers_inside_a_decoder_are_dropped_too() -> None:
     with torch.device("meta"):
         model = find_language_class(config)(config)
     assert not hasattr(model.get_decoder(), "image_encoder")
+    unused = model._keys_to_ignore_on_load_unexpected
+    assert any(re.search(each, "git.image_encoder.vision_model.a.weight") for each in unused)
 
 
 @pytest.mark.skipif(
