@@ -64,6 +64,14 @@ def test_what_a_head_borrows_is_written_where_it_would_start_at_random(
         assert "lm_head.weight" not in load_file(folder / "model.safetensors")
 
 
+def test_ends_that_a_target_ties_are_two_tensors_of_a_file(tmp_path: Path) -> None:
+    target = toy_target(tie_word_embeddings=True)
+    folder = exported(make(target, "dspark"), target, "original", tmp_path / "out")
+    written = load_file(folder / "model.safetensors")
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert written[name].equal(target.embedding.weight), name
+
+
 def test_the_targets_embedding_goes_to_the_authors_code(target: Target, tmp_path: Path) -> None:
     folder = exported(make(target, "eagle1"), target, "original", tmp_path / "out")
     embedding = load_file(folder / "model.safetensors")["embed_tokens.weight"]
