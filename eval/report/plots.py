@@ -331,7 +331,8 @@ def _fit_labels(figure: Any) -> None:
             for room, side, label, _ in labels
         ]
         if min(shares) >= 1:
-            figure.set_layout_engine("none")  # laid out, which takes as long as drawing
+            # Drawing would lay out again, which takes as long as drawing itself.
+            figure.set_layout_engine("none")
             return
         for share, (_, _, label, text) in zip(shares, labels, strict=True):
             if share < 1:
