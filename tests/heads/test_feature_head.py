@@ -102,7 +102,7 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
 
 @pytest.mark.parametrize("name", ["eagle3.1", "dflash2", "dspark, rnn", "peagle"])
 def test_a_sampled_token_has_the_probability_that_is_told(name: str) -> None:
-    head, text, number = learnt(name), texts_of_target(1, 10)[0], 1000
+    head, text, number = learnt(name), texts_of_target(1, 10)[0], 3000
     target, warm = shared_target(), Sampling(temperature=1.3)
     drafter = head.drafter(head, 2, warm, range(number))
     output = target.encode_response(text[:1], text[1:], head.taps)

@@ -97,7 +97,7 @@ def test_a_seed_gives_one_text_alone_and_in_anothers_place(name: str, target: Ta
 
 @pytest.mark.parametrize("name", [*sorted(DRAWN - OF_BOTH), "medusa tree", "eagle tree"])
 def test_sampled_texts_have_the_distribution_of_the_target(name: str) -> None:
-    target, how, draws = small_target(), Sampling(3.0, top_k=4), 400
+    target, how, draws = small_target(), Sampling(3.0, top_k=4), 800
     seeds = range(draws)
     drafter = EVERY_DRAFTER[name](how, seeds)
     drawn = decode_batch(target, drafter, [LEARNT] * draws, 3, how, seeds)
