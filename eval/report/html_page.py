@@ -7,10 +7,11 @@ scripts and requests.
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from conf.command.run_record import flatten_settings
@@ -67,6 +68,12 @@ def write_html_page(result: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    page = _load_template().render(_build_view(result))
+    write_atomically(path, page.encode(errors="replace"))
+
+
+@cache
+def _load_template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -83,8 +90,7 @@ def write_html_page(result: dict[str, Any], path: Path) -> None:
         "breakable": lambda name: Markup("_<wbr>").join(name.split("_")),
         "shown": format_interval,
     }
-    page = environment.get_template("page.html.j2").render(_build_view(result))
-    write_atomically(path, page.encode(errors="replace"))
+    return environment.get_template("page.html.j2")
 
 
 def _build_view(result: dict[str, Any]) -> dict[str, Any]:

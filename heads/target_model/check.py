@@ -55,9 +55,10 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
         InputError: the target is not supported.
     """
     file = _find_check_file(target, config)
-    if file is not None and (known := load_json(file)) is not None:
-        for name, value in known.items():
-            setattr(target, name, value)
+    known = None if file is None else load_json(file)
+    if known is not None and known["code"] == _compute_code_checksum():
+        for name in KEPT:
+            setattr(target, name, known[name])
         return
     start = time.monotonic()
     check_target_support(target)
@@ -66,24 +67,30 @@ def check_support_once(target: Target, config: TargetConfig) -> None:
     # Without permission to write, the next start checks again.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        stored = json.dumps({name: getattr(target, name) for name in KEPT})
+        kept = {name: getattr(target, name) for name in KEPT}
+        stored = json.dumps({"code": _compute_code_checksum(), **kept})
         write_atomically(file, stored, shared=True)
 
 
+def _compute_code_checksum() -> str:
+    """Compute the checksum of the code that a check runs, which takes longer than a quick check."""
+    heads = Path(__file__).parents[1]
+    folders = ("target_model", "decoding", "layers")
+    return compute_code_checksum(
+        sorted(file for folder in folders for file in (heads / folder).glob("*.py"))
+    )
+
+
 def _find_check_file(target: Target, config: TargetConfig) -> Path | None:
-    """Find the file of a check, named after all it depends on; None for unknown weights."""
+    """Find the file of a check, named after all it depends on but code; None: unknown weights."""
     identity = identify_target(config, target.tokenizer, target.dtype)
     if identity.weights is None:
         return None
-    heads = Path(__file__).parents[1]
-    folders = ("target_model", "decoding", "layers")
-    code = sorted(file for folder in folders for file in (heads / folder).glob("*.py"))
     device = f"cpu, {torch.backends.cpu.get_cpu_capability()}"
     if target.device.type == "cuda":
         device = torch.cuda.get_device_name(target.device)
     facts: dict[str, Any] = asdict(identity) | {
         "name": None,  # the same files may lie in several places
-        "code": compute_code_checksum(code),
         "versions": [torch.__version__, transformers.__version__],
         "attention": target.config._attn_implementation,
         "device": device,

@@ -19,6 +19,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import random
 import re
 import sysconfig
@@ -216,12 +217,8 @@ def find_source_files(num_files: int | None = None) -> SourceFiles:
         InputError: this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
-        if _EXCLUDED.isdisjoint(path.relative_to(root).parts)
-        and not path.relative_to(root).parts[0].startswith(("config-", "_sysconfigdata"))
-    )
+    skipped = ("config-", "_sysconfigdata")
+    names = [name for name in _list_modules(root, root) if not name.startswith(skipped)]
     if len(names) < _MIN_FILES:
         raise InputError(
             f"{root}: has {len(names)} source files of the standard library, but the embedded "
@@ -251,9 +248,19 @@ def find_packages(num_files: int | None = None) -> SourceFiles:
             raise InputError(f"{package}: not installed; run `make setup`, which installs it")
         folder = Path(spec.origin).parent
         root = folder.parent
-        paths = (path.relative_to(root) for path in folder.rglob("*.py"))
-        names += sorted(path.as_posix() for path in paths if _EXCLUDED.isdisjoint(path.parts))
+        names += _list_modules(folder, root)
     return SourceFiles(root, _spread_names(names, num_files), [])
+
+
+def _list_modules(folder: Path, root: Path) -> list[str]:
+    """List Python files below a folder, relative to `root`, in order of their names."""
+    names = []
+    for place, folders, files in os.walk(folder):
+        # Packages of a whole environment may lie below the standard library: they are not walked.
+        folders[:] = set(folders) - _EXCLUDED
+        relative = Path(place).relative_to(root)
+        names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
+    return sorted(names)
 
 
 def _spread_names(names: list[str], count: int | None) -> list[str]:
