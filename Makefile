@@ -35,8 +35,8 @@ check: setup  ## formatting, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Of the tests: half as many again as cores, as some wait for commands that they start.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() * 3 // 2 or 1)')
+# Of the tests: one a core, as each imports everything.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 test: check  ## the default test suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -100,12 +100,12 @@ def objective_of(head: Any, target: Target, config: Any) -> Any:
 
 
 def feature_head(
-    target: Target, name: str, num_updates: int = 30, num_texts: int = 6, **changes: Any
+    target: Target, name: str, num_updates: int = 24, num_texts: int = 6, **changes: Any
 ) -> Any:
     """A head trained for some steps on the target's own texts."""
     config = settings_of(name, **changes)
     objective = objective_of(fresh(target, config, name), target, config)
-    return trained(objective, texts(target, num_texts, 40), num_updates)
+    return trained(objective, texts(target, num_texts, 32), num_updates)
 
 
 @cache

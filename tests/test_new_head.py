@@ -136,6 +136,7 @@ def test_it_trains_and_resumes_to_the_same_weights(
     assert json.loads(lines[-1])["eval/loss"] < json.loads(lines[0])["train/loss"] - 0.5
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_replay_and_decoding_agree(inputs: Path, head: Path, tmp_path: Path) -> None:
     found = {}
     for mode in (Mode.replay, Mode.decode):
@@ -187,6 +188,7 @@ def test_its_export_is_verified_and_published(inputs, head, tmp_path, hub, capsy
         check_parity(out)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_it_is_pruned(inputs: Path, head: Path, tmp_path: Path) -> None:
     run = PruneRun(
         target=TargetConfig(path=str(inputs / "target")),

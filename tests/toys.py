@@ -128,7 +128,7 @@ def eagle_head(
     target: Target,
     form: EagleForm,
     num_draft_ids: int | None = None,
-    num_updates: int = 30,
+    num_updates: int = 24,
     **settings: Any,
 ) -> EagleHead:
     """A head trained for some steps on the target's own texts, so that it is often right."""

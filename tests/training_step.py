@@ -26,7 +26,7 @@ from train.parallel import processes
 KINDS = ("medusa", "eagle1", "eagle3", "dflash", "dflash2", "dspark, rnn", "peagle", "mtp")
 GROUPED = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
-    "num_hidden_layers": 6, "intermediate_size": 384,
+    "num_hidden_layers": 4, "intermediate_size": 384,
 }  # fmt: skip
 
 

@@ -139,6 +139,7 @@ def test_a_server_that_drafts_what_the_head_does_agrees(
     assert "3 of 3 texts have the counts of the replay" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_later_turns_follow_the_servers_own_answers_which_no_later_pass_remembers(
     setting, tmp_path: Path
 ) -> None:
@@ -309,6 +310,7 @@ def test_the_next_push_asks_for_the_hub_id_of_a_target_in_a_folder(
     assert (push.base_model, push.dry_run) == ("owner/name", True)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_drawn_texts_are_timed_and_not_compared(setting, tmp_path: Path) -> None:
     with serving("vllm", setting["answers"]) as server:
         server.temperature = 0.7
@@ -323,6 +325,7 @@ def test_drawn_texts_are_timed_and_not_compared(setting, tmp_path: Path) -> None
     assert result["concurrency"]["1"]["methods"]["with drafts"]["num_drafts"][0] > 0
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_without_a_head_nothing_is_compared(setting, tmp_path: Path) -> None:
     with serving("vllm", setting["answers"]) as server:
         result = measured(setting, server, tmp_path, head=HeadRef(), concurrency=[1], num_repeats=1)
@@ -330,6 +333,7 @@ def test_without_a_head_nothing_is_compared(setting, tmp_path: Path) -> None:
     assert result["concurrency"]["1"]["methods"]["with drafts"]["num_tokens"] == [3 * NUM_TOKENS]
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_second_start_goes_on_where_a_server_failed(setting, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"concurrency": [1], "num_repeats": 2, "num_warmups": 0}
     with serving("vllm", setting["answers"]) as server:

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noisy_head(target).save(folder / "medusa")
     rows = [{"category": c, "turns": [f"hello {c}, how are you?", "and?"]} for c in ("a", "b")]
     write_rows(folder / "prompts.jsonl", rows)
-    eagle_head(target, EagleForm.eagle3, num_updates=20).save(folder / "eagle3")
+    eagle_head(target, EagleForm.eagle3, num_updates=30).save(folder / "eagle3")
     return folder
 
 
@@ -59,7 +59,7 @@ def run(folder: Path, out_dir: Path, kind: str, urls: list[str], **changes: Any)
     return AcceptanceRun(
         target=TargetConfig(path=str(folder / "target"), dtype=Dtype.float32, engine=urls),
         data=DataConfig(path=str(folder / "prompts.jsonl")),
-        head=HeadRef(path=str(folder / kind)), max_new_tokens=16, out_dir=str(out_dir), **changes,
+        head=HeadRef(path=str(folder / kind)), max_new_tokens=11, out_dir=str(out_dir), **changes,
     )  # fmt: skip
 
 

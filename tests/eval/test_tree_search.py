@@ -108,10 +108,10 @@ def eagle(target):
 
 def test_static_steps_are_those_of_decoding(target) -> None:
     head = noisy_head(target)
-    texts = StaticTreeReplay.from_prompts(target, head, PROMPTS, 30, build_widest_tree(3))
+    texts = StaticTreeReplay.from_prompts(target, head, PROMPTS, 20, build_widest_tree(3))
     for paths in ([[0]], [[1], [3], [3, 0]], [[0], [1], [0, 0], [1, 2], [0, 0, 0], [0, 0, 9]]):
         tree = Tree.from_paths(paths)
-        found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 30) for p in PROMPTS]
+        found = [decode(target, MedusaDrafter(head, tree), p.token_ids, 20) for p in PROMPTS]
         assert texts.replay_shape(tree) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
     assert any(
@@ -150,10 +150,10 @@ def make(request, target, eagle):
 def test_dynamic_steps_are_those_of_decoding(target, make, top_k: int) -> None:
     """Blocks are checked too: they draft other tokens where fewer are asked for."""
     prompts = PROMPTS[1:]
-    texts = DynamicTreeReplay.from_prompts(target, make, prompts, 16, 4, [top_k])
+    texts = DynamicTreeReplay.from_prompts(target, make, prompts, 12, 4, [top_k])
     for depth, num_tokens in [(1, 1), (3, 5), (4, 100)]:
         shape = DynamicShape(depth, top_k, num_tokens)
-        found = [decode(target, make(shape), p.token_ids, 16) for p in prompts]
+        found = [decode(target, make(shape), p.token_ids, 12) for p in prompts]
         assert texts.replay_shape(shape) == [each.steps for each in found]
         assert texts.responses == [each.token_ids for each in found]
     assert any(step.num_accepted for text in texts.replay_shape(shape) for step in text)
@@ -196,10 +196,10 @@ def test_a_big_tree_where_tokens_are_free_and_a_small_one_where_each_costs_passe
     target, eagle
 ) -> None:
     static = StaticTreeReplay.from_prompts(
-        target, noisy_head(target), PROMPTS, 30, build_widest_tree(3)
+        target, noisy_head(target), PROMPTS, 20, build_widest_tree(3)
     )
     dynamic = DynamicTreeReplay.from_prompts(
-        target, partial(EagleDrafter, eagle), PROMPTS, 20, 8, [4]
+        target, partial(EagleDrafter, eagle), PROMPTS, 14, 8, [4]
     )
     config = TreeSearchRun(max_nodes=24, top_ks=[4])
     for texts in (static, dynamic):

@@ -94,9 +94,9 @@ def test_a_batch_gives_every_text_that_it_gives_alone(name: str, kind: str) -> N
         return head.drafter(head, 3, warm, seeds)
 
     batch = [*prompts(), prompts()[0][:2] * 5]
-    together = decode_batch(target, drafter(10, 11, 12, 13), batch, 12, warm, range(4))
+    together = decode_batch(target, drafter(10, 11, 12, 13), batch, 9, warm, range(4))
     for row, (prompt, found) in enumerate(zip(batch, together, strict=True)):
-        alone = decode(target, drafter(10 + row), prompt, 12, warm, row)
+        alone = decode(target, drafter(10 + row), prompt, 9, warm, row)
         assert (found.token_ids, found.steps) == (alone.token_ids, alone.steps)
 
 

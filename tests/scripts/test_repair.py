@@ -64,7 +64,7 @@ def heads(folder: Path, target: Target) -> Callable[[str], Path]:
         if not (folder / name).exists():
             config = settings_of(name, layers=[2, 4], **SETTINGS.get(name, {}))
             objective = objective_of(fresh(target, config), target, config)
-            head = trained(objective, documents, 50, min(map(len, prompts)))
+            head = trained(objective, documents, 40, min(map(len, prompts)))
             head.save(folder / name, {"made": "here"})
         return folder / name
 

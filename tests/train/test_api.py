@@ -110,7 +110,7 @@ def test_padding_on_either_side_is_none_of_the_text() -> None:
 )
 def test_a_fresh_head_of_every_recipe_learns(recipe: str) -> None:
     mask = {"mask_token_id": 3} if recipe[0] in "dp" else {}
-    objective = api.training_objective(recipe, random_target(num_hidden_layers=6), **mask)
+    objective = api.training_objective(recipe, random_target(num_hidden_layers=4), **mask)
     ids = torch.randint(4, 90, (1, 24))
     step = api.training_step(objective, ids, torch.ones_like(ids), seed=1)
     step.loss.backward()
@@ -200,16 +200,16 @@ def test_what_is_generated_is_the_targets_own_and_what_is_replayed_is_what_was_d
     target = endless_target(num_hidden_layers=6)
     head, prompt = eagle_head(target, EagleForm.eagle3, num_updates=13), [5, 6, 7, 8]
     target.tokenizer = tokenizer()
-    own = api.generate(target, None, prompt, 30)
-    drafted = api.generate(target, head, prompt, 30)
+    own = api.generate(target, None, prompt, 20)
+    drafted = api.generate(target, head, prompt, 20)
     assert drafted.token_ids == own.token_ids
     assert own.tau == 1 < drafted.tau
     assert drafted.text == target.tokenizer.decode(own.token_ids, skip_special_tokens=True)
-    chain = decode(target, head.make_drafter(Tree.make_chain(3), GREEDY, [0]), prompt, 30)
+    chain = decode(target, head.make_drafter(Tree.make_chain(3), GREEDY, [0]), prompt, 20)
     replayed = api.acceptance(target, head, prompt, own.token_ids, depth=3)
     assert replayed.tau == stats.tau([stats.PromptSteps("", chain.steps)])
     assert len(replayed.alpha) == 3
-    warm = [api.generate(target, head, prompt, 30, 1.0, seed).token_ids for seed in (1, 1, 2)]
+    warm = [api.generate(target, head, prompt, 20, 1.0, seed).token_ids for seed in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
 
 

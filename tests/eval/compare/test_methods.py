@@ -153,7 +153,7 @@ def test_a_draft_model_padded_otherwise_leaves_out_transformers_own(
     with pytest.raises(InputError, match=rf"generate_assisted: {why} .*available here: .*draft_ch"):
         measured(settings, tmp_path / "o", methods=["generate_assisted"])
     assert "left out" not in capsys.readouterr().err
-    found = measured(settings, tmp_path / "o", methods=["all"], max_new_tokens=2)
+    found = measured(settings, tmp_path / "o", methods=["all"], max_new_tokens=2, num_turns=1)
     assert "draft_tree" in found["methods"]
     assert "generate_assisted" not in found["methods"]
     said = " ".join(capsys.readouterr().err.split())

@@ -37,6 +37,7 @@ LEARNT = [223, 116, 129, 278]
 PROMPTS = [SHORT, [5], LONG * 2, [105, 17], LEARNT, [77, 8]]
 REQUESTS = [Request(ids, seed) for seed, ids in enumerate(PROMPTS, start=7)]
 WARM = Sampling(temperature=0.7, top_k=8)
+NEAR = LONG * 3
 OF_BOTH = {"heuristic", "confidence"}
 """Their rules are those of the drafter "both", and none but these."""
 
@@ -141,12 +142,12 @@ def test_no_model_reads_beyond_its_window(name: str, monkeypatch) -> None:
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", 119)
     prompts, rest = [LONG * 4, LONG * 4 + SHORT, [5]], WINDOW - 35  # the second beyond by itself
     with positions_read() as furthest:
-        found = decode(target, make(GREEDY, [1]), SHORT, WINDOW - 7)
+        found = decode(target, make(GREEDY, [1]), NEAR, WINDOW - len(NEAR))
         together = decode_batch(target, make(GREEDY, [1] * 3), prompts, rest)
     assert [found.token_ids, *(text.token_ids for text in together)] == at_the_window()
     assert WINDOW - 2 <= furthest.pop("target") < WINDOW
     assert furthest == ({READ_BY[name]: SHORT_WINDOW - 1} if name in READ_BY else {})
-    length = len(SHORT)  # up to the root, which stands there
+    length = len(NEAR)  # up to the root, which stands there
     for step, path in zip(found.steps, found.paths, strict=True):
         assert length + len(path) < WINDOW
         # The last draft of a model follows the last token that it can read.
@@ -157,7 +158,7 @@ def test_no_model_reads_beyond_its_window(name: str, monkeypatch) -> None:
 @cache
 def at_the_window() -> list[list[int]]:
     """The target's texts behind these prompts."""
-    asked = [(SHORT, 41), (LONG * 4, 13), (LONG * 4 + SHORT, 13), ([5], 13)]
+    asked = [(NEAR, 27), (LONG * 4, 13), (LONG * 4 + SHORT, 13), ([5], 13)]
     return [decode(small_target(), NoDraft(), *each).token_ids for each in asked]
 
 

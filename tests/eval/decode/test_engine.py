@@ -96,16 +96,17 @@ def test_texts_are_those_of_generate_whoever_drafts_and_replay_equals_decoding(f
     def together(make: DrafterFactory) -> list[Generation]:
         return decode_many(target, make, list(map(Request, PROMPTS)), 10, 2)
 
-    head, accepted = noisy_head(target), []
-    for tree in (Tree.make_chain(3), TREE):
-        found = together(lambda _, tree=tree: MedusaDrafter(head, tree))
-        for prompt, text, one in zip(PROMPTS, texts, found, strict=True):
-            alone = decode(target, MedusaDrafter(head, tree), prompt, 10)
-            assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
-            assert (text, replay_response(target, head, tree, prompt, text)) == (
-                alone.token_ids, alone.steps,
-            )  # fmt: skip
-            accepted += [step.num_accepted for step in one.steps]
+    head = noisy_head(target)
+    chain = Tree.make_chain(3)
+    assert [text.token_ids for text in together(lambda _: MedusaDrafter(head, chain))] == texts
+    found, accepted = together(lambda _: MedusaDrafter(head, TREE)), []
+    for prompt, text, one in zip(PROMPTS, texts, found, strict=True):
+        alone = decode(target, MedusaDrafter(head, TREE), prompt, 10)
+        assert (one.token_ids, one.steps) == (alone.token_ids, alone.steps)
+        assert (text, replay_response(target, head, TREE, prompt, text)) == (
+            alone.token_ids, alone.steps,
+        )  # fmt: skip
+        accepted += [step.num_accepted for step in one.steps]
     assert any(accepted)
     vocab = DraftVocab.make_full(target.vocab_size)
     eagle = EagleHead.from_settings(target, EagleConfig(layers=[0, 1, 2]), vocab, seed=0)

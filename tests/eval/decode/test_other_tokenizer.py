@@ -120,9 +120,9 @@ class Checked(CrossTokenizerDrafter):
 def test_a_model_that_says_the_same_is_accepted(models_by_tokenizer, name: str) -> None:
     target = models_by_tokenizer[name]
     drafter = Checked(permuted(target), target.tokenizer, 5, window=8)
-    texts = decode_batch(target, drafter, prompts(target), 60)
+    texts = decode_batch(target, drafter, prompts(target), 45)
     for prompt, text in zip(prompts(target), texts, strict=True):
-        assert text.token_ids == decode(target, NoDraft(), prompt, 60).token_ids
+        assert text.token_ids == decode(target, NoDraft(), prompt, 45).token_ids
     steps = [step for text in texts for step in text.steps]
     # What is cut at the end of a text was proposed too.
     assert sum(step.num_accepted for step in steps) > 0.9 * drafter.proposed
@@ -140,8 +140,8 @@ def test_a_text_in_anothers_place_leaves_what_is_held_of_the_text_beside_it(
     def make(_seeds: list[int]) -> Checked:
         return Checked(draft, target.tokenizer, 4, window=10)
 
-    for request, text in zip(requests, decode_many(target, make, requests, 40, 2), strict=True):
-        assert text.token_ids == decode(target, NoDraft(), request.prompt_ids, 40).token_ids
+    for request, text in zip(requests, decode_many(target, make, requests, 28, 2), strict=True):
+        assert text.token_ids == decode(target, NoDraft(), request.prompt_ids, 28).token_ids
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_text_that_is_none_does_no_harm(models_by_tokenizer, its: str, sampling)
     starts = [[luck.randrange(310) for _ in range(n)] for n in (1, 3, 20, 80)] + [[1], [2, 0]]
     drafter = CrossTokenizerDrafter(draft, made, 3, window=6)
     for start, found in zip(
-        starts, decode_batch(target, drafter, starts, 30, sampling, range(6)), strict=True
+        starts, decode_batch(target, drafter, starts, 20, sampling, range(6)), strict=True
     ):
-        assert found.token_ids == decode(target, NoDraft(), start, 30).token_ids
+        assert found.token_ids == decode(target, NoDraft(), start, 20).token_ids
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,12 @@ def test_generate_and_every_drafter_follow_the_generation_config(
     target: Target, name: str, drafters: list[str]
 ) -> None:
     """A rule sees nodes and texts, whoever drafted them."""
-    plain = [text.token_ids for text in decode_batch(target, NoDraft(), PROMPTS, 24)]
+    plain = [text.token_ids for text in decode_batch(target, NoDraft(), PROMPTS, 16)]
     asks(target, **RULES[name])
-    alone = [hf_generate(target, [prompt], 24, GREEDY, 0)[0].token_ids for prompt in PROMPTS]
+    alone = [hf_generate(target, [prompt], 16, GREEDY, 0)[0].token_ids for prompt in PROMPTS]
     assert alone != plain
     for drafter in drafters:
-        found = decode_batch(target, EVERY_DRAFTER[drafter](GREEDY, [1, 2, 3]), PROMPTS, 24)
+        found = decode_batch(target, EVERY_DRAFTER[drafter](GREEDY, [1, 2, 3]), PROMPTS, 16)
         assert [text.token_ids for text in found] == alone
 
 
@@ -80,9 +80,9 @@ def test_some_tokens_do_not_begin_a_text(target: Target) -> None:
     first, prompt = [241], PROMPTS[2]
     assert decode(target, NoDraft(), prompt, 1).token_ids == first
     asks(target, begin_suppress_tokens=first)
-    expected = hf_generate(target, [prompt], 24, GREEDY, 0)[0].token_ids
+    expected = hf_generate(target, [prompt], 16, GREEDY, 0)[0].token_ids
     assert expected.index(first[0]) > 0
-    assert decode(target, NoDraft(), prompt, 24).token_ids == expected
+    assert decode(target, NoDraft(), prompt, 16).token_ids == expected
 
 
 def test_sampled_text_has_the_distribution_of_rules_and_min_p(target: Target) -> None:

@@ -70,9 +70,9 @@ def kinds(target: Target) -> list[tuple[int, ...]]:
 
 def test_texts_are_the_targets_and_replay_equals_decoding(each) -> None:
     prompts, num_accepted = [PROMPT, PROMPT[:2], [9]], 0
-    texts = [decode(each, NoDraft(), prompt, 12).token_ids for prompt in prompts]
+    texts = [decode(each, NoDraft(), prompt, 9).token_ids for prompt in prompts]
     for skip in kinds(each):
-        drafted = decode_batch(each, SelfDraft(each, skip, 3, seeds=range(3)), prompts, 12)
+        drafted = decode_batch(each, SelfDraft(each, skip, 3, seeds=range(3)), prompts, 9)
         for prompt, text, found in zip(prompts, texts, drafted, strict=True):
             replay = SelfReplay(each, skip)
             assert found.token_ids == text

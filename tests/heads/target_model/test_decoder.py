@@ -223,11 +223,11 @@ CASES = [
 def test_replay_equals_decoding_and_the_text_is_the_target_s(name: str, kind: str) -> None:
     target = shared(name)
     head = HEADS[kind](target)
-    text = decode(target, NoDraft(), PROMPT, 20).token_ids
+    text = decode(target, NoDraft(), PROMPT, 14).token_ids
     drafter = (
         MedusaDrafter(head, Tree.make_chain(3)) if kind == "medusa" else EagleDrafter(head, 3)
     )  # fmt: skip
-    decoded = decode(target, drafter, PROMPT, 20)
+    decoded = decode(target, drafter, PROMPT, 14)
     assert decoded.token_ids == text
     assert replay_response(target, head, Tree.make_chain(3), PROMPT, text) == decoded.steps
 
