@@ -5,16 +5,20 @@ A draft head learns to predict its target, so it learns most from text that the 
     python scripts/regenerate.py data.path=chats.jsonl target.path=Qwen/Qwen3-8B
     python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
 
-A repetition penalty of the target's generation config also applies here, as in the measurement of
-heads; vLLM applies it too, unless served with `--generation-config vllm`. Serve with vLLM's parsers
-of reasoning and tool calls. vLLM sends the token ids of an answer, which are kept.
+Where vLLM is installed, the first command starts its server, asks it and stops it; elsewhere the
+target answers in this process, which is slower. A repetition penalty of the target's generation
+config also applies here, as in the measurement of heads; vLLM applies it too, unless served with
+`--generation-config vllm`. A server of your own needs vLLM's parsers of reasoning and tool calls.
+vLLM sends the token ids of an answer, which are kept.
 """
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +44,9 @@ from conf.command.clock import Stopwatch
 from conf.command.jsonl_store import ROWS_NAME, JsonlStore
 from conf.command.run_record import make_fingerprint
 from conf.errors import InputError
+from conf.files import split_gguf_path
 from conf.settings.data import Form, OnBadRow
+from conf.settings.target import Quantization
 from data.embedded import fill_default_paths
 from data.prepared.packing import check_token_ids
 from data.rows.messages import restore_parts
@@ -53,6 +59,7 @@ from data.servers.http_client import (
     RequestRefusedError,
     iter_completed,
 )
+from data.servers.vllm_server import find_vllm_python, serve_model
 from data.templates.record_encoder import RecordEncoder
 from data.templates.reply_parser import parse_reply
 from eval.decode.engine import Request
@@ -63,6 +70,7 @@ from heads.decoding.sampling import Sampling
 from heads.layers.fast_linear import pack_weights
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
+    load_config,
     load_generation_config,
     load_target,
     load_target_tokenizer,
@@ -71,6 +79,10 @@ from heads.target_model.load import (
 from heads.target_model.model import Target
 
 NUM_LISTED = 10
+IN_FLIGHT = {"cpu": 64, "cuda": 256}
+"""Requests to a vLLM of this command."""
+TEMPLATE_TOKENS = 1024
+"""Most tokens that a chat template adds to a conversation."""
 BATCHES_AT_A_TIME = 8
 """Batches per group of conversations. A group ends before the next one starts. In a small group the
 last batch runs half empty more often. A killed run answers its whole unfinished group again, so a
@@ -87,30 +99,10 @@ def main(config: RegenerateRun) -> None:
     dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     endpoint = None if config.endpoint is None else asyncio.run(make_endpoint(config))
-    # Settings that affect the contents of a row: a second start must have the same.
-    manifest: dict[str, object] = {
-        "data_sha256": records.sha256,
-        "form": records.form.value,
-        "num_records": len(records.records),
-    }
-    if endpoint is not None:
-        manifest |= {"source": "endpoint", "model": endpoint.model}
-    else:
-        dtype = resolve_dtype(config.target.dtype, device)
-        manifest |= {
-            "source": "in process",
-            **make_fingerprint(
-                target=identify_target(config.target, load_target_tokenizer(config.target), dtype)
-            ),
-            "plain": config.plain,
-            "generation_config": None if config.plain else load_generation_config(config.target),
-        }
-    manifest |= {
-        "temperature": config.temperature,
-        "max_new_tokens": config.max_new_tokens,
-        "seed": config.seed,
-        "chat_template_kwargs": config.data.chat_template_kwargs,
-    }
+    python = find_python(config) if endpoint is None else None
+    if python is not None:
+        config.concurrency = IN_FLIGHT[device.type]
+    manifest = make_manifest(config, records, endpoint, python, device)
     with JsonlStore(Path(config.out_dir), manifest) as journal:
         todo = [dialogue for dialogue in dialogues if dialogue.id not in journal.done_ids]
         num_done = len(dialogues) - len(todo)
@@ -123,12 +115,21 @@ def main(config: RegenerateRun) -> None:
             f"answers go to {journal.path}"
         )
         counter = OutcomeCounter(config)
-        answerer = load_answerer(config, device) if todo and endpoint is None else None
-        watch, num_at_once = Stopwatch(), config.concurrency if endpoint else config.batch_size
-        with tqdm(
-            desc="answering", total=len(dialogues), initial=num_done, unit="row", smoothing=0,
-            bar_format=WITHOUT_FORECAST,
-        ) as bar:  # fmt: skip
+        is_asked = endpoint is not None or python is not None
+        num_at_once = config.concurrency if is_asked else config.batch_size
+        with ExitStack() as stack:
+            answerer = load_answerer(config, device) if todo and not is_asked else None
+            encoder = None
+            if todo and python is not None:
+                encoder = ConversationEncoder(load_target_tokenizer(config.target), config)
+                endpoint = start_vllm(python, config, todo, stack)
+            bar = stack.enter_context(
+                tqdm(
+                    desc="answering", total=len(dialogues), initial=num_done, unit="row",
+                    smoothing=0, bar_format=WITHOUT_FORECAST,
+                )
+            )  # fmt: skip
+            watch = Stopwatch()
 
             def report(outcomes: list[DialogueOutcome]) -> None:
                 counter.record_outcomes(outcomes, journal)
@@ -140,17 +141,51 @@ def main(config: RegenerateRun) -> None:
                 bar.update(len(outcomes))
 
             if todo and endpoint is not None:
-                asyncio.run(answer_from_endpoint(todo, endpoint, config, report))
+                asyncio.run(answer_from_endpoint(todo, endpoint, config, report, encoder))
             elif answerer is not None:
                 answer_in_process(dialogues, answerer, journal.done_ids, report)
         rows = journal.write_sorted()
     print_report(config, rows, counter)
     if RequestFailedError in counter.problems:
         sys.exit(1)
-    name = config.target.path if endpoint is None else config.model or "MODEL"
+    name = config.target.path if config.endpoint is None else config.model or "MODEL"
     target = collect_changed_settings(config, "target") | {"target.path": name}
     recipe = {"head": recipe_for(str(name))}
     print_next_command("regenerate", recipe | target | {"data.path": journal.path})
+
+
+def make_manifest(
+    config: RegenerateRun,
+    records: LoadedRecords,
+    endpoint: Endpoint | None,
+    python: str | None,
+    device: torch.device,
+) -> dict[str, object]:
+    """Make the settings that affect the contents of a row: a second start must have the same."""
+    manifest: dict[str, object] = {
+        "data_sha256": records.sha256,
+        "form": records.form.value,
+        "num_records": len(records.records),
+    }
+    if endpoint is not None:
+        manifest |= {"source": "endpoint", "model": endpoint.model}
+    else:
+        dtype = resolve_dtype(config.target.dtype, device)
+        manifest |= {
+            "source": "in process" if python is None else "vLLM",
+            **make_fingerprint(
+                target=identify_target(config.target, load_target_tokenizer(config.target), dtype)
+            ),
+            "plain": config.plain,
+            "generation_config": None if config.plain else load_generation_config(config.target),
+        }
+    manifest |= {
+        "temperature": config.temperature,
+        "max_new_tokens": config.max_new_tokens,
+        "seed": config.seed,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+    }
+    return manifest
 
 
 def load_conversations(config: RegenerateRun) -> LoadedRecords:
@@ -196,6 +231,69 @@ async def make_endpoint(config: RegenerateRun) -> Endpoint:
         return endpoint
     async with EndpointClient(endpoint, concurrency=1) as client:
         return replace(endpoint, model=str((await client.request_models())[0]["id"]))
+
+
+def find_python(config: RegenerateRun) -> str | None:
+    """Find the Python whose vLLM answers, and say so if none does.
+
+    Raises:
+        InputError: the setting names an environment without vLLM, or the target is not one that
+            vLLM serves as it is here.
+    """
+    python = find_vllm_python(config.vllm)
+    target = config.target
+    kept = [
+        f"target.{name}={value}"
+        for name in ("adapter", "device_map", "attention")
+        if (value := getattr(target, name)) is not None
+    ]
+    kept += [f"target.path={target.path}"] if split_gguf_path(str(target.path)) else []
+    if target.quantization is not Quantization.none:
+        kept.append(f"target.quantization={target.quantization.value}")
+    if python is not None and kept:
+        if config.vllm != "auto":
+            raise InputError(
+                f"vllm={config.vllm}: does not serve {kept[0]} as it is loaded here; set vllm=none "
+                "to answer in process, or serve the target yourself and set endpoint=URL"
+            )
+        python = None
+    if python is None and config.vllm != "none":
+        why = f"for {kept[0]}" if kept else "as no vLLM was found (docs/serving/vllm.md#install)"
+        print(f"answering in process, {why}; vLLM writes more than twice as many tokens a second")
+    return python
+
+
+def start_vllm(
+    python: str, config: RegenerateRun, dialogues: Iterable["Dialogue"], stack: ExitStack
+) -> Endpoint:
+    """Start vLLM's server of the target; `stack` stops it.
+
+    Args:
+        python: Python that imports vLLM.
+        config: settings of the command.
+        dialogues: conversations to answer, for which the window of the server must suffice.
+        stack: closed when the server is not needed any more.
+    """
+    target = config.target
+    # A token has one byte at least. Templates add system prompts and markers.
+    longest = TEMPLATE_TOKENS + max(
+        len(json.dumps([d.record.messages, d.record.tools], ensure_ascii=False).encode())
+        + d.num_questions * config.max_new_tokens
+        for d in dialogues
+    )
+    text_config = load_config(target).get_text_config()
+    window = getattr(text_config, "max_position_embeddings", None) or longest
+    options = [
+        *("--max-num-seqs", str(config.concurrency), "--dtype", target.dtype.value),
+        *("--max-model-len", str(min(longest, window)), "--seed", str(config.seed)),
+        *(("--revision", target.revision) if target.revision else ()),
+        *(("--trust-remote-code",) if target.trust_remote_code else ()),
+        *(("--generation-config", "vllm") if config.plain else ()),
+    ]
+    log = Path(config.out_dir) / "vllm.log"
+    url = stack.enter_context(serve_model(python, str(target.path), options, log))
+    retries = config.max_retries, config.timeout_s
+    return Endpoint(url, str(target.path), None, *retries, "vllm")
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row
@@ -327,17 +425,46 @@ def answer_in_process(
         ) from error
 
 
-class ConversationAnswerer:
+class ConversationEncoder:
+    """Render conversations for a target, and split its answers."""
+
+    def __init__(self, tokenizer: Any, config: RegenerateRun) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self.encoder = RecordEncoder(tokenizer, config.data.chat_template_kwargs)
+        # Refuses a tokenizer that cannot render, before any work.
+        self.encoder.build_template({}, None)
+
+    def encode_prompt(self, dialogue: Dialogue) -> list[int]:
+        """Render a conversation up to the target's turn, as token ids.
+
+        Raises:
+            RequestRefusedError: the template refuses the conversation.
+        """
+        try:
+            return self.encoder.encode_prompt(
+                dialogue.template_messages, dialogue.record.tools, dialogue.record.template_kwargs
+            )
+        except InputError as error:
+            raise RequestRefusedError(str(error)) from error
+
+    def parse_answer(self, ids: list[int], dialogue: Dialogue, *, truncated: bool) -> Answer:
+        """Split an answer to a conversation, as token ids, into thinking, text and tool calls."""
+        written = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        tools = dialogue.record.tools
+        template = self.encoder.build_template(dialogue.record.template_kwargs, tools)
+        message = parse_reply(written, dialogue.template_messages, template, tools)
+        return Answer(message, truncated, ids)
+
+
+class ConversationAnswerer(ConversationEncoder):
     """Answer several conversations at once with a target in this process.
 
     The generation config of the target applies.
     """
 
     def __init__(self, target: Target, config: RegenerateRun) -> None:
-        self.target, self.config = target, config
-        self.encoder = RecordEncoder(target.tokenizer, config.data.chat_template_kwargs)
-        # Refuses a tokenizer that cannot render, before any work.
-        self.encoder.build_template({}, None)
+        super().__init__(target.tokenizer, config)
+        self.target = target
         self.max_prompt_tokens = (
             None if target.max_positions is None else target.max_positions - config.max_new_tokens
         )
@@ -354,10 +481,8 @@ class ConversationAnswerer:
             RequestRefusedError: the template refuses the conversation, no room is left for the
                 answer, or the target lacks some of the tokens.
         """
+        ids = super().encode_prompt(dialogue)
         try:
-            ids = self.encoder.encode_prompt(
-                dialogue.template_messages, dialogue.record.tools, dialogue.record.template_kwargs
-            )
             check_token_ids(ids, self.target, "its prompt".format)
         except InputError as error:
             raise RequestRefusedError(str(error)) from error
@@ -367,14 +492,6 @@ class ConversationAnswerer:
                 f"window (at most {self.max_prompt_tokens})"
             )
         return ids
-
-    def parse_answer(self, ids: list[int], dialogue: Dialogue) -> Answer:
-        """Split an answer to a conversation, as token ids, into thinking, text and tool calls."""
-        written = str(self.target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        tools = dialogue.record.tools
-        template = self.encoder.build_template(dialogue.record.template_kwargs, tools)
-        message = parse_reply(written, dialogue.template_messages, template, tools)
-        return Answer(message, truncated=ids[-1] not in self.target.stop_ids, token_ids=ids)
 
 
 def load_answerer(config: RegenerateRun, device: torch.device) -> ConversationAnswerer:
@@ -414,7 +531,8 @@ def iter_group_outcomes(
         for number, ids in stream_answers(answerer.target, requests, *limits, sampling):
             dialogue, _ = asked[number]
             try:
-                dialogue.add_answer(answerer.parse_answer(ids, dialogue))
+                truncated = ids[-1] not in answerer.target.stop_ids
+                dialogue.add_answer(answerer.parse_answer(ids, dialogue, truncated=truncated))
             except RowEmpty as error:
                 yield DialogueOutcome(dialogue, error)
             else:
@@ -422,9 +540,22 @@ def iter_group_outcomes(
 
 
 async def answer_from_endpoint(
-    dialogues: Iterable[Dialogue], endpoint: Endpoint, config: RegenerateRun, report: Report
+    dialogues: Iterable[Dialogue],
+    endpoint: Endpoint,
+    config: RegenerateRun,
+    report: Report,
+    encoder: ConversationEncoder | None = None,
 ) -> None:
-    """Let a server answer all dialogues, many at a time."""
+    """Let a server answer all dialogues, many at a time.
+
+    Args:
+        dialogues: conversations to answer.
+        endpoint: the server.
+        config: settings of the command.
+        report: called with new outcomes.
+        encoder: renders prompts and splits answers, which vLLM then takes and gives as token ids.
+            None: the server does both.
+    """
     settings: dict[str, object] = {
         "max_tokens": config.max_new_tokens,
         "temperature": config.temperature,
@@ -444,10 +575,14 @@ async def answer_from_endpoint(
                     asked = dict(settings)
                     if config.temperature > 0:
                         asked["seed"] = dialogue.compute_seed()
-                    asked |= dialogue.build_request_arguments(config.data.chat_template_kwargs)
-                    dialogue.add_answer(
-                        await client.request_answer(dialogue.template_messages, asked)
-                    )
+                    if encoder is None:
+                        asked |= dialogue.build_request_arguments(config.data.chat_template_kwargs)
+                        answer = await client.request_answer(dialogue.template_messages, asked)
+                    else:
+                        prompt = encoder.encode_prompt(dialogue)
+                        ids, truncated = await client.request_continuation(prompt, asked)
+                        answer = encoder.parse_answer(ids, dialogue, truncated=truncated)
+                    dialogue.add_answer(answer)
             except (RequestFailedError, RequestRefusedError, RowEmpty) as error:
                 return DialogueOutcome(dialogue, error)
             return DialogueOutcome(dialogue)

@@ -59,13 +59,17 @@ class RegenerateRun(DataRun):
     """`scripts/regenerate.py`."""
 
     endpoint: str | None = None
-    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1. Unset: in process."""
+    """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1. Unset: see `vllm`."""
+    vllm: str = "auto"
+    """Environment with the vLLM that answers, which this command starts and stops: its folder or
+    its Python. auto: that of the `vllm` on the path, if any. none, or without one: in process,
+    which is slower."""
     model: str | None = None
     """Model name sent to the server. Unset: the first that the server lists."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the server's key, if the server needs one."""
     concurrency: int = 16
-    """Requests in flight."""
+    """Requests in flight to `endpoint`."""
     max_retries: int = 5
     """Further attempts after a request fails."""
     timeout_s: float = 300.0
@@ -91,6 +95,11 @@ class RegenerateRun(DataRun):
             raise InputError(
                 f"model={self.model}: names a model of a server, but endpoint is unset; set "
                 "endpoint=URL, or target.path to generate in process"
+            )
+        if self.endpoint is not None and self.vllm != "auto":
+            raise InputError(
+                f"vllm={self.vllm}: is started by this command, but endpoint names a server that "
+                "runs; set one of them"
             )
         if self.endpoint is not None and self.plain:
             raise InputError(

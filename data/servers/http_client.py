@@ -165,6 +165,33 @@ class EndpointClient(httpx.AsyncClient):
         is_complete = choice.get("finish_reason") in COMPLETE_REASONS
         return Answer(message, not is_complete, choice.get("token_ids"))
 
+    async def request_continuation(
+        self, prompt: list[int], settings: Mapping[str, Any]
+    ) -> tuple[list[int], bool]:
+        """Request what vLLM (0.32) writes after a rendered prompt.
+
+        Args:
+            prompt: token ids.
+            settings: fields of the request, with `max_tokens`.
+
+        Returns:
+            Token ids, including the stop token, and whether the answer was cut off.
+
+        Raises:
+            RequestRefusedError: the server refuses this prompt.
+            RequestFailedError: all attempts failed, or the reply has no token ids.
+            InputError: the server refuses every request.
+        """
+        body = {"model": self.endpoint.model, "prompt": prompt, **settings}
+        reply = await self.request_json("POST", "completions", body | {"return_token_ids": True})
+        try:
+            choice = reply["choices"][0]
+            return list(choice["token_ids"]), choice.get("finish_reason") not in COMPLETE_REASONS
+        except (KeyError, IndexError, TypeError) as error:
+            raise RequestFailedError(
+                "the reply has no choices[0].token_ids: the server must be a recent vLLM"
+            ) from error
+
     async def request_json(self, method: str, path: str, body: dict | None = None) -> dict:
         """Send a request until it succeeds.
 
@@ -388,17 +415,11 @@ def request_continuations(
     Raises:
         InputError: a prompt got no answer, or an answer without token ids.
     """
-    shared = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens, "return_token_ids": True}
+    shared = {**WHOLE_DISTRIBUTION, "max_tokens": max_new_tokens}
 
     def request_one(prompt: list[int], settings: Mapping[str, Any]) -> list[int]:
-        body = {**shared, **settings, "prompt": prompt, "model": model}
-        reply = server.portal.call(server.client.request_json, "POST", "completions", body)
-        try:
-            return list(reply["choices"][0]["token_ids"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise RequestFailedError(
-                "the reply has no choices[0].token_ids: the server must be a recent vLLM"
-            ) from error
+        asked = {**shared, **settings, "model": model}
+        return server.portal.call(server.client.request_continuation, prompt, asked)[0]
 
     with (
         ThreadPoolExecutor(concurrency) as threads,

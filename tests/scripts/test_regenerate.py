@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
@@ -13,15 +16,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm_environments import make_environment
 
 from conf.command.jsonl_store import JsonlStore
 from conf.errors import InputError
 from conf.settings.data import DataConfig, OnBadRow
 from conf.settings.scripts import RegenerateRun
-from conf.settings.target import Dtype, TargetConfig
+from conf.settings.target import Dtype, Quantization, TargetConfig
 from data.rows.records import Record, load_records
 from data.servers import http_client as endpoint_module
 from data.servers.http_client import Endpoint, retry_after_s
+from heads.target_model.load import load_config
 from scripts import regenerate
 from scripts.regenerate import ConversationAnswerer, Dialogue
 from tests.chats import assistant, chats, rows_in, user, write_rows
@@ -451,6 +456,96 @@ def test_batched_answers_are_those_of_generate(tmp_path: Path, family: str) -> N
     assert answer["token_ids"] == ids[prompt_length:]
     said = target.tokenizer.decode(ids[prompt_length:], skip_special_tokens=True)
     assert answer["content"] == said.strip()
+
+
+def test_a_vllm_of_this_command_writes_the_rows_of_this_process(
+    target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Calls of tools, cut answers and all; the server is asked for nothing but token ids."""
+    data = chats(tmp_path / "in.jsonl", num_rows=4)
+    with data.open("a") as file:
+        for question in ("call?", "why?"):
+            row = {"messages": [user(question), assistant("old")], "tools": [LOOK]}
+            file.write(json.dumps(row) + "\n")
+    known: dict[tuple[int, ...], list[int]] = {}
+    answer = regenerate.stream_answers
+
+    def noted(target: Any, requests: list[Any], *given: Any) -> Any:
+        for number, ids in answer(target, requests, *given):
+            ids = [*ids[:5], 2] if number == 0 else ids  # noqa: PLW2901  one ends by itself
+            known[tuple(requests[number].prompt_ids)] = ids
+            yield number, ids
+
+    monkeypatch.setattr(regenerate, "stream_answers", noted)
+    expected = run_local(target_path, data, tmp_path / "here", vllm="none")
+    assert "answering in process" not in capsys.readouterr().out
+    environment = make_environment(tmp_path / "its", known)
+    found = run_local(target_path, data, tmp_path / "out", vllm=str(environment))
+    assert found == expected
+    assert {bool(row["truncated_turns"]) for row in found} == {True, False}
+    log = (tmp_path / "out/vllm.log").read_text().splitlines()
+    assert log[0] == "serving"
+    assert "next" in capsys.readouterr().out
+    # A second start has nothing to ask, and starts nothing.
+    (tmp_path / "out/vllm.log").unlink()
+    assert run_local(target_path, data, tmp_path / "out", vllm=str(environment)) == expected
+    assert not (tmp_path / "out/vllm.log").exists()
+    with pytest.raises(InputError, match="source was 'vLLM', is 'in process'"):
+        run_local(target_path, data, tmp_path / "out", vllm="none")
+
+
+def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatch) -> None:
+    started: list[list[str]] = []
+
+    @contextmanager
+    def serve(python: str, model: str, options: list[str], log: Path) -> Iterator[str]:
+        started.append([python, model, *options, str(log)])
+        yield "http://127.0.0.1:1/v1"
+
+    monkeypatch.setattr(regenerate, "serve_model", serve)
+    monkeypatch.setattr(regenerate, "TEMPLATE_TOKENS", 10)
+    row = Record([user("why?" * 10)], None, "in.jsonl:1")
+    target = TargetConfig(path=str(target_path), revision="v2", trust_remote_code=True)
+    config = RegenerateRun(target=target, concurrency=5, plain=True, max_new_tokens=20, seed=3)
+    monkeypatch.setattr(regenerate, "load_config", lambda _: load_config(TargetConfig(target.path)))
+    for more in (0, 10_000):  # the second beyond the window
+        config.max_new_tokens += more
+        with ExitStack() as stack:
+            endpoint = regenerate.start_vllm("py", config, [Dialogue(0, row, 0)], stack)
+        assert endpoint.model == str(target_path)
+    length = str(10 + len(json.dumps([row.messages, None])) + 20)
+    rest = ["--seed", "3", "--revision", "v2", "--trust-remote-code", "--generation-config", "vllm"]
+    log = str(Path(config.out_dir) / "vllm.log")
+    for found, window in zip(started, (length, "256"), strict=True):
+        sizes = ["--max-num-seqs", "5", "--dtype", "auto", "--max-model-len", window]
+        assert found == ["py", str(target_path), *sizes, *rest, log]
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ({"adapter": "me/adapter"}, "target.adapter=me/adapter"),
+        ({"attention": "eager"}, "target.attention=eager"),
+        ({"device_map": "auto"}, "target.device_map=auto"),
+        ({"path": "me/m/m.gguf"}, "target.path=me/m/m.gguf"),
+        ({"quantization": Quantization.int8}, "target.quantization=int8"),
+    ],
+)
+def test_a_target_that_vllm_would_load_otherwise_answers_here(
+    target: dict, named: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    environment = str(make_environment(tmp_path / "its"))
+    config = RegenerateRun(target=TargetConfig(**{"path": "me/m", **target}), vllm=environment)
+    refused = rf"does not serve {re.escape(named)} as it is loaded here"
+    with pytest.raises(InputError, match=refused):
+        regenerate.find_python(config)
+    monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: "py")
+    assert regenerate.find_python(replace(config, vllm="auto")) is None
+    assert f"answering in process, for {named}; vLLM writes" in capsys.readouterr().out
+    monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: None)
+    plain = RegenerateRun(target=TargetConfig(path="me/m"))
+    assert regenerate.find_python(plain) is None
+    assert "answering in process, as no vLLM was found (docs/" in capsys.readouterr().out
 
 
 def test_the_target_multiplies_over_packed_weights(target_path, tmp_path, monkeypatch) -> None:
