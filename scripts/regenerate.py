@@ -46,7 +46,7 @@ from conf.command.run_record import make_fingerprint
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.data import Form, OnBadRow
-from conf.settings.target import Quantization
+from conf.settings.target import Dtype, Quantization
 from data.embedded import fill_default_paths
 from data.prepared.packing import check_token_ids
 from data.rows.messages import restore_parts
@@ -284,16 +284,26 @@ def start_vllm(
     text_config = load_config(target).get_text_config()
     window = getattr(text_config, "max_position_embeddings", None) or longest
     options = [
-        *("--max-num-seqs", str(config.concurrency), "--dtype", target.dtype.value),
+        *("--max-num-seqs", str(config.concurrency), "--dtype", choose_served_dtype(target.dtype)),
         *("--max-model-len", str(min(longest, window)), "--seed", str(config.seed)),
         *(("--revision", target.revision) if target.revision else ()),
         *(("--trust-remote-code",) if target.trust_remote_code else ()),
         *(("--generation-config", "vllm") if config.plain else ()),
     ]
     log = Path(config.out_dir) / "vllm.log"
+    print(f"vLLM starts, which takes a minute or more; what it says goes to {log}")
     url = stack.enter_context(serve_model(python, str(target.path), options, log))
     retries = config.max_retries, config.timeout_s
     return Endpoint(url, str(target.path), None, *retries, "vllm")
+
+
+def choose_served_dtype(dtype: Dtype) -> str:
+    """Choose vLLM's `--dtype`; `auto` there is the dtype of the files.
+
+    A CPU without instructions for bfloat16 takes several times as long in it as in float32.
+    """
+    has_bfloat16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
+    return "float32" if dtype is Dtype.auto and not has_bfloat16 else dtype.value
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row

@@ -13,11 +13,13 @@ from pathlib import Path
 
 ARGUMENTS = sys.argv[1:]
 SETTINGS = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2]))
-if SETTINGS["--model"] == "bad":
-    print(*(f"line {number}" for number in range(19)), "no such model: bad", sep="\\n")
+if SETTINGS["--model"].startswith("bad"):
+    print(*(f"line {number}" for number in range(19)), "no such model: " + SETTINGS["--model"],
+          "then ValueError: another" if ":" in SETTINGS["--model"] else "", sep="\\n", end="")
     sys.exit(3)
 ANSWERS = json.loads(Path(__file__).with_name("answers.json").read_text())
 MODEL = {"id": " ".join(ARGUMENTS), "owned_by": "vllm", "pid": os.getpid()}
+MODEL["cache_gib"] = os.environ["VLLM_CPU_KVCACHE_SPACE"]
 
 
 class Handler(BaseHTTPRequestHandler):

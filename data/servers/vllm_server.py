@@ -5,6 +5,7 @@ vLLM writes many texts at a time much faster than a target in this process.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from tqdm import tqdm
 
 from conf.errors import InputError
 
@@ -26,6 +26,11 @@ MOST_END_S = 60.0
 """Seconds after which a server that was asked to end is killed."""
 POLL_S = 0.2
 NUM_LOG_LINES = 15
+CAUSE = re.compile(r".*?(\w*(?:Error|Exception): .+)")
+"""A line of a log that names why the server ended. The first is the cause of the others."""
+CPU_CACHE_SHARE = 4
+"""One of as many bytes of free memory holds keys and values on a CPU. vLLM by itself takes nearly
+all memory of the machine, and refuses to start where some is used."""
 HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 END_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
@@ -96,11 +101,15 @@ def serve_model(python: str, model: str, options: Sequence[str], log: Path) -> I
     command = [python, "-c", END_WITH_PARENT, python]
     command += ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    cache_gib = max(1, free_gib // CPU_CACHE_SHARE)
+    environ = {"VLLM_CPU_KVCACHE_SPACE": str(cache_gib), **os.environ}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ,
+            start_new_session=True,
+        )  # fmt: skip
     try:
         _wait_for_start(server, port, log)
         yield f"http://127.0.0.1:{port}/v1"
@@ -110,17 +119,16 @@ def serve_model(python: str, model: str, options: Sequence[str], log: Path) -> I
 
 def _wait_for_start(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
     start = time.monotonic()
-    with tqdm(desc=f"vLLM starts, see {log}", bar_format="{desc}: {elapsed}", leave=None) as bar:
-        while not _answers(port):
-            bar.refresh()
-            if server.poll() is not None or time.monotonic() - start > MOST_START_S:
-                how = f"ended with {server.returncode}" if server.returncode else "does not answer"
-                lines = log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
-                raise InputError(
-                    f"vLLM {how}; set vllm=none to answer in process, or start the server yourself "
-                    f"and set endpoint=URL. The end of {log}:\n" + "\n".join(lines)
-                )
-            time.sleep(POLL_S)
+    while not _answers(port):
+        if server.poll() is not None or time.monotonic() - start > MOST_START_S:
+            how = f"ended with {server.returncode}" if server.returncode else "does not answer"
+            lines = log.read_text(errors="replace").splitlines()
+            causes = [found[1] for line in lines if (found := CAUSE.match(line))]
+            raise InputError(
+                f"vLLM {how}; set vllm=none to answer in process, or start the server yourself and "
+                f"set endpoint=URL. From {log}:\n" + "\n".join(causes[:1] or lines[-NUM_LOG_LINES:])
+            )
+        time.sleep(POLL_S)
 
 
 def _answers(port: int) -> bool:

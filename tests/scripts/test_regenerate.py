@@ -504,6 +504,7 @@ def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(regenerate, "serve_model", serve)
     monkeypatch.setattr(regenerate, "TEMPLATE_TOKENS", 10)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     row = Record([user("why?" * 10)], None, "in.jsonl:1")
     target = TargetConfig(path=str(target_path), revision="v2", trust_remote_code=True)
     config = RegenerateRun(target=target, concurrency=5, plain=True, max_new_tokens=20, seed=3)
@@ -519,6 +520,15 @@ def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatc
     for found, window in zip(started, (length, "256"), strict=True):
         sizes = ["--max-num-seqs", "5", "--dtype", "auto", "--max-model-len", window]
         assert found == ["py", str(target_path), *sizes, *rest, log]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_a_cpu_without_bfloat16_serves_float32_unless_told(has_bfloat16, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    usual = "auto" if has_bfloat16 else "float32"
+    found = [regenerate.choose_served_dtype(each) for each in (Dtype.auto, Dtype.bfloat16)]
+    assert found == [usual, "bfloat16"]
 
 
 @pytest.mark.parametrize(

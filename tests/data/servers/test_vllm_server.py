@@ -49,7 +49,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
-def test_it_serves_while_it_is_needed(tmp_path: Path) -> None:
+def test_it_serves_while_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python, log = str(make_environment(tmp_path / "its") / "bin/python"), tmp_path / "new/vllm.log"
     with serve_model(python, "me/model", ["--max-num-seqs", "7"], log) as url:
         (model,) = httpx.get(f"{url}/models").json()["data"]
@@ -57,6 +57,12 @@ def test_it_serves_while_it_is_needed(tmp_path: Path) -> None:
     assert model["id"] == f"--model me/model {host} --port {port} --max-num-seqs 7"
     assert not is_alive(model["pid"])
     assert log.read_text().startswith("serving")
+    cache_gib = int(model["cache_gib"])
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert 1 <= cache_gib <= max(1, memory_gib / 4)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    with serve_model(python, "me/model", [], log) as url:
+        assert httpx.get(f"{url}/models").json()["data"][0]["cache_gib"] == "7"
 
 
 def test_it_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
@@ -80,13 +86,22 @@ def test_it_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
     assert not is_alive(model["pid"])
 
 
-def test_a_server_that_does_not_start_is_told_of_in_its_own_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        ("bad", [f"line {number}" for number in range(5, 19)] + ["no such model: bad"]),
+        ("bad: ValueError: too long", ["ValueError: too long"]),
+    ],
+)
+def test_a_server_that_does_not_start_is_told_of_in_its_own_words(
+    model: str, lines: list[str], tmp_path: Path
+) -> None:
     python, log = str(make_environment(tmp_path / "its") / "bin/python"), tmp_path / "log"
-    with pytest.raises(InputError) as refused, serve_model(python, "bad", [], log):
+    with pytest.raises(InputError) as refused, serve_model(python, model, [], log):
         pass
-    told, *lines = str(refused.value).splitlines()
+    told, *found = str(refused.value).splitlines()
     assert told == (
         "vLLM ended with 3; set vllm=none to answer in process, or start the server yourself and "
-        f"set endpoint=URL. The end of {log}:"
+        f"set endpoint=URL. From {log}:"
     )
-    assert lines == [f"line {number}" for number in range(5, 19)] + ["no such model: bad"]
+    assert found == lines

@@ -121,6 +121,13 @@ def small() -> dict[str, Any]:
     return {**result, "methods": rows, "lossless": None, "texts": [], "temperature": 0.7}
 
 
+def test_names_are_text(tmp_path: Path) -> None:
+    write_html_page(large() | {"target": "<b>me</b>"}, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;b&gt;me&lt;/b&gt;" in page
+    assert "<b>me" not in page
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("report")
