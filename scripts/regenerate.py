@@ -6,7 +6,7 @@ A draft head learns to predict its target, so it learns most from text that the 
     python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
 
 Where vLLM is installed, the first command starts its server, asks it and stops it; elsewhere the
-target answers in this process, which is slower. A repetition penalty of the target's generation
+target answers in this process. A repetition penalty of the target's generation
 config also applies here, as in the measurement of heads; vLLM applies it too, unless served with
 `--generation-config vllm`. A server of your own needs vLLM's parsers of reasoning and tool calls.
 vLLM sends the token ids of an answer, which are kept.
@@ -259,7 +259,7 @@ def find_python(config: RegenerateRun) -> str | None:
         python = None
     if python is None and config.vllm != "none":
         why = f"for {kept[0]}" if kept else "as no vLLM was found (docs/serving/vllm.md#install)"
-        print(f"answering in process, {why}; vLLM writes more than twice as many tokens a second")
+        print(f"answering in process, {why}; vLLM is faster on a GPU and on a CPU with AMX")
     return python
 
 

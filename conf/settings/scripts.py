@@ -62,8 +62,7 @@ class RegenerateRun(DataRun):
     """URL of an OpenAI-compatible server, e.g. http://localhost:8000/v1. Unset: see `vllm`."""
     vllm: str = "auto"
     """Environment with the vLLM that answers, which this command starts and stops: its folder or
-    its Python. auto: that of the `vllm` on the path, if any. none, or without one: in process,
-    which is slower."""
+    its Python. auto: that of the `vllm` on the path, if any. none, or without one: in process."""
     model: str | None = None
     """Model name sent to the server. Unset: the first that the server lists."""
     api_key_env: str = "OPENAI_API_KEY"

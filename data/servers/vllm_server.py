@@ -1,6 +1,6 @@
 """vLLM's server of a target, started for one command and stopped with it.
 
-vLLM writes many texts at a time much faster than a target in this process.
+vLLM writes many texts at a time faster than a target in this process, on a GPU or a CPU with AMX.
 """
 
 import contextlib

@@ -551,7 +551,7 @@ def test_a_target_that_vllm_would_load_otherwise_answers_here(
         regenerate.find_python(config)
     monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: "py")
     assert regenerate.find_python(replace(config, vllm="auto")) is None
-    assert f"answering in process, for {named}; vLLM writes" in capsys.readouterr().out
+    assert f"answering in process, for {named}; vLLM is faster" in capsys.readouterr().out
     monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: None)
     plain = RegenerateRun(target=TargetConfig(path="me/m"))
     assert regenerate.find_python(plain) is None

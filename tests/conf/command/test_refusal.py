@@ -4,6 +4,7 @@ import io
 
 import pytest
 from doors import COMMANDS
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
 from conf import errors as terminal
@@ -153,9 +154,15 @@ def test_hydra_refuses_in_our_words(given: str, message: str) -> None:
     ],
 )
 def test_what_was_meant_is_named(typed, message, monkeypatch, capsys) -> None:
+    command, store = COMMANDS[typed.split(maxsplit=1)[0]], ConfigStore.instance().repo
+    refusal._register_settings(command)
+    # Other commands that have run in this process have left their recipes.
+    own = {f"{recipe}.yaml" for recipe in command.recipes}
+    heads = {name: node for name, node in store.get("head", {}).items() if name in own}
+    monkeypatch.setitem(store, "head", heads)
     monkeypatch.setattr("sys.argv", typed.split())
     with pytest.raises(SystemExit, match=r"^2$"):
-        COMMANDS[typed.split(maxsplit=1)[0]].parse_command_line()
+        command.parse_command_line()
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     assert message in said
