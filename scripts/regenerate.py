@@ -67,6 +67,7 @@ from eval.decode.generation_config import apply_generation_config
 from eval.measure.prompts import select_user_messages
 from eval.measure.target_answers import stream_answers
 from heads.decoding.sampling import Sampling
+from heads.devices import choose_fast_dtype
 from heads.layers.fast_linear import pack_weights
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
@@ -99,7 +100,7 @@ def main(config: RegenerateRun) -> None:
     dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     endpoint = None if config.endpoint is None else asyncio.run(make_endpoint(config))
-    python = find_python(config) if endpoint is None else None
+    python = choose_vllm(config) if endpoint is None else None
     if python is not None:
         config.concurrency = IN_FLIGHT[device.type]
     manifest = make_manifest(config, records, endpoint, python, device)
@@ -122,7 +123,7 @@ def main(config: RegenerateRun) -> None:
             encoder = None
             if todo and python is not None:
                 encoder = ConversationEncoder(load_target_tokenizer(config.target), config)
-                endpoint = start_vllm(python, config, todo, stack)
+                endpoint = start_vllm(python, config, device, todo, stack)
             bar = stack.enter_context(
                 tqdm(
                     desc="answering", total=len(dialogues), initial=num_done, unit="row",
@@ -179,6 +180,8 @@ def make_manifest(
             "plain": config.plain,
             "generation_config": None if config.plain else load_generation_config(config.target),
         }
+        if python is not None:
+            manifest["served_dtype"] = choose_served_dtype(config.target.dtype, device)
     manifest |= {
         "temperature": config.temperature,
         "max_new_tokens": config.max_new_tokens,
@@ -233,8 +236,8 @@ async def make_endpoint(config: RegenerateRun) -> Endpoint:
         return replace(endpoint, model=str((await client.request_models())[0]["id"]))
 
 
-def find_python(config: RegenerateRun) -> str | None:
-    """Find the Python whose vLLM answers, and say so if none does.
+def choose_vllm(config: RegenerateRun) -> str | None:
+    """Choose the Python whose vLLM answers, and say so if none does.
 
     Raises:
         InputError: the setting names an environment without vLLM, or the target is not one that
@@ -259,22 +262,31 @@ def find_python(config: RegenerateRun) -> str | None:
         python = None
     if python is None and config.vllm != "none":
         why = f"for {kept[0]}" if kept else "as no vLLM was found (docs/serving/vllm.md#install)"
-        print(f"answering in process, {why}; vLLM is faster on a GPU and on a CPU with AMX")
+        print(f"answering in process, {why}; on a GPU or a CPU with AMX vLLM may be faster")
     return python
 
 
 def start_vllm(
-    python: str, config: RegenerateRun, dialogues: Iterable["Dialogue"], stack: ExitStack
+    python: str,
+    config: RegenerateRun,
+    device: torch.device,
+    dialogues: Iterable["Dialogue"],
+    stack: ExitStack,
 ) -> Endpoint:
     """Start vLLM's server of the target; `stack` stops it.
 
     Args:
         python: Python that imports vLLM.
         config: settings of the command.
+        device: device that vLLM runs on.
         dialogues: conversations to answer, for which the window of the server must suffice.
         stack: closed when the server is not needed any more.
+
+    Raises:
+        InputError: vLLM ended before it answered.
     """
     target = config.target
+    dtype = choose_served_dtype(target.dtype, device)
     # A token has one byte at least. Templates add system prompts and markers.
     longest = TEMPLATE_TOKENS + max(
         len(json.dumps([d.record.messages, d.record.tools], ensure_ascii=False).encode())
@@ -284,7 +296,7 @@ def start_vllm(
     text_config = load_config(target).get_text_config()
     window = getattr(text_config, "max_position_embeddings", None) or longest
     options = [
-        *("--max-num-seqs", str(config.concurrency), "--dtype", choose_served_dtype(target.dtype)),
+        *("--max-num-seqs", str(config.concurrency), "--dtype", dtype),
         *("--max-model-len", str(min(longest, window)), "--seed", str(config.seed)),
         *(("--revision", target.revision) if target.revision else ()),
         *(("--trust-remote-code",) if target.trust_remote_code else ()),
@@ -297,13 +309,15 @@ def start_vllm(
     return Endpoint(url, str(target.path), None, *retries, "vllm")
 
 
-def choose_served_dtype(dtype: Dtype) -> str:
-    """Choose vLLM's `--dtype`; `auto` there is the dtype of the files.
+def choose_served_dtype(dtype: Dtype, device: torch.device) -> str:
+    """Choose vLLM's `--dtype`, whose `auto` is the dtype of the files: float32 for an emulated one.
 
-    A CPU without instructions for bfloat16 takes several times as long in it as in float32.
+    Args:
+        dtype: dtype of the target's settings, taken unless it is `auto`.
+        device: device that vLLM runs on.
     """
-    has_bfloat16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
-    return "float32" if dtype is Dtype.auto and not has_bfloat16 else dtype.value
+    fast = choose_fast_dtype(torch.bfloat16, device)
+    return "float32" if dtype is Dtype.auto and fast is torch.float32 else dtype.value
 
 
 class RowEmpty(Exception):  # noqa: N818  names what happened to the row

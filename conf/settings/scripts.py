@@ -80,8 +80,8 @@ class RegenerateRun(DataRun):
     temperature: float = 0.0
     """Sampling temperature. 0 takes the likeliest token."""
     plain: bool = False
-    """In process, ignore the target's generation config (repetition penalty, stop texts and the
-    like)."""
+    """Without `endpoint`, ignore the target's generation config (repetition penalty, stop texts and
+    the like)."""
     out_dir: str = "outputs/regenerated"
     """Folder for `conversations.jsonl`. A second start continues there."""
     seed: int = 0

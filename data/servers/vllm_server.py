@@ -1,7 +1,4 @@
-"""vLLM's server of a target, started for one command and stopped with it.
-
-vLLM writes many texts at a time faster than a target in this process, on a GPU or a CPU with AMX.
-"""
+"""vLLM's server (0.32) of a model, started for one command and stopped with it."""
 
 import contextlib
 import os

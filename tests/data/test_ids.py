@@ -77,7 +77,7 @@ def speed(inputs: Path, out_dir: Path) -> None:
 
 def answer(inputs: Path, out_dir: Path) -> None:
     run = RegenerateRun(target=target(inputs), data=data(inputs), out_dir=str(out_dir))
-    run.max_new_tokens = 4
+    run.max_new_tokens, run.vllm = 4, "none"
     regenerate.main(run)
 
 

@@ -34,6 +34,7 @@ from tests.conf.command.test_following import pasted
 from tests.servers import ChatServer, reply_to
 from tests.toys import random_model, tokenizer
 
+CPU = torch.device("cpu")
 KEY = "sk-very-secret"
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "Oslo"}}}
@@ -419,7 +420,7 @@ def run_local(target_path: Path, data: Path, out_dir: Path, **changes: Any) -> l
         target=TargetConfig(path=str(target_path), dtype=Dtype.float32),
         data=DataConfig(path=str(data), on_bad_row=on_bad_row),
         out_dir=str(out_dir),
-        **{"max_new_tokens": 12, **changes},
+        **{"max_new_tokens": 12, "vllm": "none", **changes},
     )
     regenerate.main(config)
     return rows_in(out_dir)
@@ -477,7 +478,7 @@ def test_a_vllm_of_this_command_writes_the_rows_of_this_process(
             yield number, ids
 
     monkeypatch.setattr(regenerate, "stream_answers", noted)
-    expected = run_local(target_path, data, tmp_path / "here", vllm="none")
+    expected = run_local(target_path, data, tmp_path / "here")
     assert "answering in process" not in capsys.readouterr().out
     environment = make_environment(tmp_path / "its", known)
     found = run_local(target_path, data, tmp_path / "out", vllm=str(environment))
@@ -491,7 +492,7 @@ def test_a_vllm_of_this_command_writes_the_rows_of_this_process(
     assert run_local(target_path, data, tmp_path / "out", vllm=str(environment)) == expected
     assert not (tmp_path / "out/vllm.log").exists()
     with pytest.raises(InputError, match="source was 'vLLM', is 'in process'"):
-        run_local(target_path, data, tmp_path / "out", vllm="none")
+        run_local(target_path, data, tmp_path / "out")
 
 
 def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatch) -> None:
@@ -504,7 +505,7 @@ def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(regenerate, "serve_model", serve)
     monkeypatch.setattr(regenerate, "TEMPLATE_TOKENS", 10)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(regenerate, "choose_fast_dtype", lambda dtype, _: dtype)
     row = Record([user("why?" * 10)], None, "in.jsonl:1")
     target = TargetConfig(path=str(target_path), revision="v2", trust_remote_code=True)
     config = RegenerateRun(target=target, concurrency=5, plain=True, max_new_tokens=20, seed=3)
@@ -512,7 +513,7 @@ def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatc
     for more in (0, 10_000):  # the second beyond the window
         config.max_new_tokens += more
         with ExitStack() as stack:
-            endpoint = regenerate.start_vllm("py", config, [Dialogue(0, row, 0)], stack)
+            endpoint = regenerate.start_vllm("py", config, CPU, [Dialogue(0, row, 0)], stack)
         assert endpoint.model == str(target_path)
     length = str(10 + len(json.dumps([row.messages, None])) + 20)
     rest = ["--seed", "3", "--revision", "v2", "--trust-remote-code", "--generation-config", "vllm"]
@@ -522,12 +523,10 @@ def test_what_vllm_is_started_with(target_path: Path, tmp_path: Path, monkeypatc
         assert found == ["py", str(target_path), *sizes, *rest, log]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
-@pytest.mark.parametrize("has_bfloat16", [False, True])
-def test_a_cpu_without_bfloat16_serves_float32_unless_told(has_bfloat16, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
-    usual = "auto" if has_bfloat16 else "float32"
-    found = [regenerate.choose_served_dtype(each) for each in (Dtype.auto, Dtype.bfloat16)]
+@pytest.mark.parametrize(("fast", "usual"), [("float32", "float32"), ("bfloat16", "auto")])
+def test_a_cpu_without_bfloat16_serves_float32_unless_told(fast, usual, monkeypatch) -> None:
+    monkeypatch.setattr(regenerate, "choose_fast_dtype", lambda *_: getattr(torch, fast))
+    found = [regenerate.choose_served_dtype(each, CPU) for each in (Dtype.auto, Dtype.bfloat16)]
     assert found == [usual, "bfloat16"]
 
 
@@ -548,13 +547,13 @@ def test_a_target_that_vllm_would_load_otherwise_answers_here(
     config = RegenerateRun(target=TargetConfig(**{"path": "me/m", **target}), vllm=environment)
     refused = rf"does not serve {re.escape(named)} as it is loaded here"
     with pytest.raises(InputError, match=refused):
-        regenerate.find_python(config)
+        regenerate.choose_vllm(config)
     monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: "py")
-    assert regenerate.find_python(replace(config, vllm="auto")) is None
-    assert f"answering in process, for {named}; vLLM is faster" in capsys.readouterr().out
+    assert regenerate.choose_vllm(replace(config, vllm="auto")) is None
+    assert f"answering in process, for {named}; on a GPU or" in capsys.readouterr().out
     monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: None)
     plain = RegenerateRun(target=TargetConfig(path="me/m"))
-    assert regenerate.find_python(plain) is None
+    assert regenerate.choose_vllm(plain) is None
     assert "answering in process, as no vLLM was found (docs/" in capsys.readouterr().out
 
 

@@ -126,7 +126,7 @@ def test_ids_that_are_learnt_are_those_that_were_written(family: str, tmp_path: 
     data = DataConfig(path=path, on_bad_row=OnBadRow.skip)
     run = RegenerateRun(
         target=tiny_target(tmp_path / "target", family), data=data, temperature=1.0,
-        max_new_tokens=9, out_dir=str(tmp_path / "out"),
+        max_new_tokens=9, out_dir=str(tmp_path / "out"), vllm="none",
     )  # fmt: skip
     regenerate.main(run)
     rows = rows_in(tmp_path / "out")

@@ -353,7 +353,7 @@ def test_a_run_and_its_head_say_who_wrote_the_answers(inputs: Path, tmp_path: Pa
         RegenerateRun(
             target=replace(config, dtype=Dtype.bfloat16),  # another dtype: still its own words
             data=RowsConfig(path=str(others), num_prompts=4),
-            max_new_tokens=4, out_dir=str(tmp_path / "own"),
+            max_new_tokens=4, out_dir=str(tmp_path / "own"), vllm="none",
         )
     )  # fmt: skip
     assert said(own) == said(own.parent) == "the target wrote them"
