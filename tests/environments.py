@@ -110,7 +110,7 @@ def unrolled(head: EagleHead, ids: Tensor, features: Tensor, num_steps: int) -> 
     """[T, W] logits of each step, fed with features [T, F] and the tokens ids [T + 1 or more]."""
     rows = torch.arange(len(features))
     text = head.encode_context(head.fuse(features), ids[1 : len(rows) + 1], rows)
-    allowed = build_causal_range(Documents.from_length(len(rows), torch.device("cpu")), rows)
+    allowed = build_causal_range(Documents.from_lengths([len(rows)], torch.device("cpu")), rows)
     steps = head.unroll(text, ids, rows, BranchCache(text.keys[None], text.values[None], allowed))
     return [head.compute_logits(next(steps)) for _ in range(num_steps)]
 

@@ -61,6 +61,15 @@ class SlotBuffer:
                 buffer[texts, :, places] = new.transpose(1, 2)
         return buffers[0].narrow(2, 0, width), buffers[1].narrow(2, 0, width)
 
+    def write_documents(
+        self, keys: Tensor, values: Tensor, slots: "DocumentSlots", width: int, num_texts: int
+    ) -> None:
+        """Store keys and values [1, K, S, d] of a row of documents at the slots of their texts."""
+        texts, places = slots.texts.to(keys.device), slots.places.to(keys.device)
+        buffers = self._grow_buffers((keys, values), width, num_texts)
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[texts, :, places] = new[0].transpose(0, 1)
+
     def reserve_slots(self, width: int) -> None:
         """Grow to at least `width` slots, after the first write."""
         self._grow_buffers(self._get_keys_values(), width, len(self._get_keys_values()[0]))
@@ -154,6 +163,18 @@ class KeptNodes(NamedTuple):
 
     nodes: Tensor
     counts: Tensor
+
+
+class DocumentSlots(NamedTuple):
+    """Where the tokens of a row of documents belong.
+
+    Attributes:
+        texts: [S] int64 row of the text of each token.
+        places: [S] int64 slot of each token in its text.
+    """
+
+    texts: Tensor
+    places: Tensor
 
 
 class CacheSlots:
@@ -478,7 +499,7 @@ class TreeCache(Cache):
         has_shared_slots: True if every text that has new tokens writes them to the same slot
             numbers, after the committed tokens of all texts, and no width is fixed.
         write_slots: slots [B, n] int64 that the next pass writes; with shared slots one int, the
-            first of these slots.
+            first of these slots; for a row of documents the slots of its tokens.
         read_width: slots that the next pass reads.
     """
 
@@ -496,7 +517,7 @@ class TreeCache(Cache):
         self.num_certain: list[int] = []
         self.certain_lengths: list[int] = []
         self.has_shared_slots = True
-        self.write_slots: Tensor | int = 0
+        self.write_slots: Tensor | int | DocumentSlots = 0
         self.num_needed_slots = self.read_width = 0
         self._attention = [_AttentionLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._attention))
@@ -518,6 +539,13 @@ class TreeCache(Cache):
             # Gives kernels few lengths; masks hide slots after the pending tokens.
             rounded = round_up_slots(self.read_width)
             self.read_width = min(rounded, self.capacity or rounded)
+
+    def start_document_pass(self, slots: DocumentSlots) -> None:
+        """Set that the next pass reads a row of documents, the first tokens of texts.
+
+        The layers then see the keys and values of these tokens alone.
+        """
+        self.has_shared_slots, self.write_slots = False, slots
 
     def start_traced_pass(self, num_new: int, num_pending: int, width: int) -> None:
         """Begin inside compiled code, which would otherwise bake in the lengths of texts."""
@@ -588,10 +616,14 @@ class _AttentionLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, K, n, d] of new tokens; return those of all slots."""
-        cache = self.cache
+        """Store keys and values [B, K, n, d] of new tokens; return those that the pass sees."""
+        cache, slots = self.cache, self.cache.write_slots
+        if isinstance(slots, DocumentSlots):
+            size = cache.num_needed_slots, len(cache.slots.lengths)
+            self.buffer.write_documents(key_states, value_states, slots, *size)
+            return key_states, value_states
         return self.buffer.write(
-            key_states, value_states, cache.write_slots, cache.read_width, cache.num_needed_slots
+            key_states, value_states, slots, cache.read_width, cache.num_needed_slots
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -176,7 +176,7 @@ class AutoregressiveHead(FeatureHead):
         size = len(features)
         context = self.encode_context(self.fuse(features), ids[1 : size + 1], position_ids)
         rows = torch.arange(first, size, device=ids.device)
-        seen = build_causal_range(Documents.from_length(size, ids.device), rows)
+        seen = build_causal_range(Documents.from_lengths([size], ids.device), rows)
         branches = BranchCache(context.keys[None], context.values[None], seen)
         return list(islice(self.unroll(context, ids, rows, branches), depth))
 

@@ -286,7 +286,7 @@ class PEagleHead(EagleHead):
         That row sees the text up to t.
         """
         places, stored = torch.arange(len(features), device=ids.device), list[KeysValues]()
-        whole, end = Documents.from_length(len(features), ids.device), self.max_positions - 1
+        whole, end = Documents.from_lengths([len(features)], ids.device), self.max_positions - 1
         seen, fused = build_causal_range(whole, places), self.fuse(features)
         text = self.build_context_rows(fused, ids[1 : len(features) + 1], position_ids, seen)
         (outputs,) = self.run_layers(text, [], make_list_store(stored))

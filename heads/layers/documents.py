@@ -7,7 +7,9 @@ are known on the CPU before the batch moves, so no device has to be waited for.
 Letters: B sequences, T tokens of one, S = B * T tokens, Q heads, K key-value heads, d head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,9 +42,10 @@ class Documents:
         return cls(tuple(bounds.diff().tolist()), bounds.int())
 
     @classmethod
-    def from_length(cls, num_tokens: int, device: torch.device) -> "Documents":
-        """Make one document of `num_tokens`."""
-        return cls((num_tokens,), to_device([0, num_tokens], device).int())
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> "Documents":
+        """Make documents of some numbers of tokens."""
+        bounds = [*accumulate(lengths, initial=0)]
+        return cls(tuple(lengths), to_device(bounds, device).int())
 
     def to_device(self, device: torch.device) -> "Documents":
         """Move `cu_seqlens` to a device, without waiting for copies from pinned memory."""
@@ -58,8 +61,7 @@ class Documents:
     def split_documents(self, size: int) -> "Documents":
         """Cut documents into pieces of `size` tokens; the last piece may be shorter."""
         pieces = [min(size, n - start) for n in self.lengths for start in range(0, n, size)]
-        bounds = torch.tensor([0, *pieces]).cumsum(0).int()
-        return Documents(tuple(pieces), to_device(bounds, self.cu_seqlens.device))
+        return Documents.from_lengths(pieces, self.cu_seqlens.device)
 
     @property
     def max_length(self) -> int:

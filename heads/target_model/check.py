@@ -274,7 +274,11 @@ def _find_draft_difference(target: Target, text: Tensor) -> str:
         return difference
 
     cache = target.new_cache(2)
-    output = prefill(target, cache, [ids[:length].tolist() for length in lengths])
+    whole, target.prefill_chunk = target.prefill_chunk, max(1, shorter // 2)
+    try:
+        output = prefill(target, cache, [ids[:length].tolist() for length in lengths])
+    finally:
+        target.prefill_chunk = whole
     last = output.select_tokens(torch.tensor(lengths, device=device).unsqueeze(1) - 1)
     difference = compare_states("a prompt", last, [0], [-1])
     for name, parents, right, num_kept in (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conf.command.environment import hide_hints
 from conf.errors import InputError
-from heads.decoding.cache import KeptNodes, RecurrentStates, TreeCache, move_slots
+from heads.decoding.cache import DocumentSlots, KeptNodes, RecurrentStates, TreeCache, move_slots
 from heads.devices import to_device
 from heads.layers.documents import Documents
 from heads.target_model.architecture import AttentionPattern, Masks
@@ -48,6 +48,8 @@ from heads.target_model.embeddings_and_output_head import (
 from heads.target_model.recurrent import MIXERS, wrap_mixers
 
 MOST_GRAPHS = 64  # per target
+ROW_TOKENS = 2048
+"""Tokens of prompts that are read in one row: more are multiplied no faster, and take memory."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,59 @@ class Target(EmbeddingsAndOutputHead):
         self.attention_calls = document_pass.calls
         return output
 
+    @torch.no_grad()
+    def read_prompts(
+        self, cache: TreeCache, rows: list[list[int]], taps: FeatureLayers | None = None
+    ) -> TargetOutput:
+        """Read the first tokens of texts as rows of documents, in which nothing is padded.
+
+        The tokens are pending until `cache.commit`.
+
+        Args:
+            cache: empty cache of B texts, whose `set_certain_tokens` has announced the tokens.
+            rows: tokens of each text, at least one.
+            taps: layers to tap.
+
+        Returns:
+            Hidden states [B, n, D]; those of shorter rows are followed by others.
+        """
+        parts, first = [], 0
+        while first < len(rows):
+            last, num_tokens = first + 1, len(rows[first])
+            while last < len(rows) and num_tokens + len(rows[last]) <= ROW_TOKENS:
+                num_tokens += len(rows[last])
+                last += 1
+            parts.append(self._read_row(cache, rows, range(first, last), taps))
+            first = last
+        lengths = list(map(len, rows))
+        starts = to_device([*accumulate(lengths[:-1], initial=0)], self.device).unsqueeze(1)
+        places = starts + torch.arange(max(lengths), device=self.device)
+        states = TargetOutput.concat(parts)
+        return states.select_tokens(places.clamp_max(sum(lengths) - 1).view(1, -1))._map_states(
+            lambda found: found.view(*places.shape, -1)
+        )
+
+    def _read_row(
+        self, cache: TreeCache, rows: list[list[int]], texts: range, taps: FeatureLayers | None
+    ) -> TargetOutput:
+        """Read the first tokens of some texts as one row of documents [1, S, D]."""
+        lengths = [len(rows[text]) for text in texts]
+        ids, places = chain.from_iterable(map(rows.__getitem__, texts)), map(range, lengths)
+        owners = chain.from_iterable(map(repeat, texts, lengths))
+        columns = [[*ids], [*chain.from_iterable(places)], [*owners]]
+        input_ids, positions, numbers = to_device(columns, self.device)
+        cache.start_document_pass(DocumentSlots(numbers, positions))
+        documents = Documents.from_lengths(lengths, self.device)
+        document_pass = DocumentPass(documents, self.decoder.config, self.attention_pattern.chunks)
+        with ExitStack() as undo:
+            if (switch := self.long_rope.switch) is not None:
+                long = [end > switch for end in cache.certain_lengths]
+                undo.enter_context(
+                    self.long_rope.mark_long_texts(to_device(long, self.device)[numbers][None])
+                )
+            undo.enter_context(open_attention_pass(document_pass))
+            return self._run_decoder(input_ids[None], positions[None], None, cache, taps)
+
     @property
     def attention_description(self) -> str:
         """Describe how `encode_documents` attends, or last attended."""
@@ -363,7 +418,7 @@ class Target(EmbeddingsAndOutputHead):
         ids = torch.tensor([token_ids], device=self.device)
         positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
         return self.encode_documents(
-            ids, positions, Documents.from_length(ids.shape[1], self.device), taps
+            ids, positions, Documents.from_lengths([ids.shape[1]], self.device), taps
         )
 
     def encode_response(
@@ -495,8 +550,13 @@ def prefill_last_states(target: Target, cache: TreeCache, rows: list[list[int]])
 def iter_prefill(
     target: Target, cache: TreeCache, rows: list[list[int]], taps: FeatureLayers | None = None
 ) -> Iterator[tuple[list[list[int]], TargetOutput]]:
-    """Run `prefill` in parts; yield tokens and states of each. Recurrent targets run one part."""
+    """Run `prefill` in parts; yield tokens and states of each. Recurrent targets run one part.
+
+    The first part of several texts is a row of documents where the target needs no masks for it.
+    """
     longest = max(map(len, rows))
+    by_row = len(rows) > 1 and not (target.is_recurrent or target.needs_masks)
+    by_row &= not any(cache.slots.lengths) and min(map(len, rows)) > 0
     ends = [old + len(row) for old, row in zip(cache.slots.lengths, rows, strict=True)]
     # Some recurrent layers of transformers continue a state with one token only.
     size = longest if target.is_recurrent else target.prefill_chunk
@@ -504,15 +564,14 @@ def iter_prefill(
         chunk_rows = [row[start : start + size] for row in rows]
         counts = list(map(len, chunk_rows))
         width = max(counts)
-        # Padding comes after a row's tokens, which cannot see it.
-        padded = [row + [0] * (width - len(row)) for row in chunk_rows]
-        ids_and_counts = to_device([*chain.from_iterable(padded), *counts], target.device)
-        ids = ids_and_counts[: -len(chunk_rows)].view(len(chunk_rows), width)
         cache.set_certain_tokens(counts, ends)
-        output = target.run_pending(cache, ids, taps=taps)
-        places = torch.arange(width, device=target.device).expand_as(ids)
-        cache.commit(
-            [list(range(count)) for count in counts],
-            KeptNodes(places, ids_and_counts[-len(chunk_rows) :]),
-        )
+        if by_row and start == 0:
+            output = target.read_prompts(cache, chunk_rows, taps)
+        else:
+            # Padding comes after a row's tokens, which cannot see it.
+            ids = to_device([row + [0] * (width - len(row)) for row in chunk_rows], target.device)
+            output = target.run_pending(cache, ids, taps=taps)
+        places = torch.arange(width, device=target.device).expand(len(counts), -1)
+        kept_nodes = KeptNodes(places, to_device(counts, target.device))
+        cache.commit([list(range(count)) for count in counts], kept_nodes)
         yield chunk_rows, output

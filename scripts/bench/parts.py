@@ -155,7 +155,7 @@ def run_unrolled_attention(
 ) -> Tensor:
     """Compute [J, T, Q, d]: at every step each token sees the text and its own earlier drafts."""
     places = torch.arange(query.shape[1], device=query.device)
-    text = Documents.from_length(len(places), places.device)
+    text = Documents.from_lengths([len(places)], places.device)
     branches = BranchCache(keys[:1], values[:1], build_causal_range(text, places))
     outputs = []
     for step in range(len(query)):

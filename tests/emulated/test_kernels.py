@@ -121,7 +121,7 @@ def test_the_efficient_kernel_reads_an_output_by_strides_of_its_own() -> None:
 
 
 def test_flash_refuses_what_it_does_not_take() -> None:
-    documents = Documents.from_length(4, CUDA)
+    documents = Documents.from_lengths([4], CUDA)
     halves = drawn(4, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match="fp16 and bf16"):
         flash_attention(halves.float(), halves.float(), halves.float(), documents)

@@ -10,7 +10,7 @@ from eval.decode.engine import NoDraft, Request, decode, decode_many
 from eval.decode.generation_config import StopRules
 from heads.decoding.drafting import Draft, Roots
 from heads.decoding.tree import Tree
-from heads.target_model.model import Target, TargetOutput
+from heads.target_model.model import Target
 
 
 def test_a_recurrent_draft_model_begins_a_prompt_of_one_token_in_anothers_place(
@@ -85,13 +85,11 @@ def test_what_a_text_took_and_when_its_tokens_came(monkeypatch) -> None:
     target, now = random_target(), [0.0]
     requests = ends_after([3, 5, 2], target, monkeypatch)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    extend = target.run_pending
 
-    def slow(*args, **kwargs) -> TargetOutput:
+    def take_a_second(*_) -> None:
         now[0] += 1.0
-        return extend(*args, **kwargs)
 
-    monkeypatch.setattr(target, "run_pending", slow)
+    target.decoder.register_forward_pre_hook(take_a_second)
     first, second, third = decode_many(target, lambda _: NoDraft(), requests, 9, 2)
     assert first.arrivals == [1, 2, 3]
     # Between its third token and the next the third text's prompt was read.

@@ -172,7 +172,9 @@ def test_the_layer_is_llamas_own_where_the_input_is_the_normed_residual() -> Non
     branches = BranchCache(
         keys[None],
         values[None],
-        build_causal_range(Documents.from_length(len(positions), torch.device("cpu")), positions),
+        build_causal_range(
+            Documents.from_lengths([len(positions)], torch.device("cpu")), positions
+        ),
     )
     torch.testing.assert_close(
         ours(inputs, residual, rotation, branches), expected[0], rtol=1e-5, atol=1e-5

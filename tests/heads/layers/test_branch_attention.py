@@ -252,7 +252,7 @@ def test_several_texts_have_gradients_too() -> None:
 def test_selected_branches_take_their_drafts_along() -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
-    allowed = build_causal_range(Documents.from_length(4, torch.device("cpu")), torch.arange(4))
+    allowed = build_causal_range(Documents.from_lengths([4], torch.device("cpu")), torch.arange(4))
     branches = BranchCache(keys[:1], values[:1], allowed, [keys[1]], [values[1]])
     query, rows = torch.randn(4, 2, 8), torch.tensor([2, 0, 2])
     whole = branch_attention(query, branches)

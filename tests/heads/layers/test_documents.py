@@ -234,7 +234,7 @@ def test_nothing_is_allocated_of_tokens_by_tokens(family: str) -> None:
 
     @torch.no_grad()
     def run() -> None:
-        target.encode_documents(ids, positions, Documents.from_length(T, CPU))
+        target.encode_documents(ids, positions, Documents.from_lengths([T], CPU))
 
     assert largest_allocation(run) < T * T
 
@@ -242,7 +242,7 @@ def test_nothing_is_allocated_of_tokens_by_tokens(family: str) -> None:
 @pytest.mark.parametrize("scores", [ScoreRule(), ScoreRule(window=300), ScoreRule(cap=5.0)])
 def test_nor_with_a_gradient(scores: ScoreRule) -> None:
     heads = [torch.randn(T // 2, number, 8, requires_grad=True) for number in (4, 2, 2)]
-    documents = Documents.from_length(T // 2, CPU)
+    documents = Documents.from_lengths([T // 2], CPU)
 
     def run() -> None:
         attend_by_document(*heads, documents, scores).sum().backward()

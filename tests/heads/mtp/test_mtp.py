@@ -94,7 +94,7 @@ def test_a_layer_that_learns_by_its_own_tokens_reads_what_it_drafts(architecture
     known = torch.cat([ids, next_id])
     places, last = torch.arange(20), torch.tensor([19])
     text = head.encode_context(states, known[1:], places)
-    seen = build_causal_range(Documents.from_length(20, ids.device), last)
+    seen = build_causal_range(Documents.from_lengths([20], ids.device), last)
     branches = BranchCache(text.keys[None], text.values[None], seen)
     with torch.no_grad():
         steps = head.unroll(text, known, last, branches, own_tokens=True)
@@ -132,7 +132,7 @@ def test_a_layer_learns_under_autocast(architecture: str) -> None:
     features = head.collect_features(target.encode_text(ids[:-1].tolist(), head.taps))[0]
     with torch.autocast("cpu", torch.bfloat16):
         text = head.encode_context(features, ids[1:], places)
-        seen = build_causal_range(Documents.from_length(len(places), ids.device), places)
+        seen = build_causal_range(Documents.from_lengths([len(places)], ids.device), places)
         steps = head.unroll(
             text, ids, places, BranchCache(text.keys[None], text.values[None], seen)
         )
@@ -358,7 +358,7 @@ def test_logits_are_those_of_transformers(architecture: str, tmp_path: Path) -> 
     head.config = replace(head.config, zeroes_first=False)
     last, places = torch.tensor([19]), torch.arange(20)
     text = head.encode_context(states[0], tokens, places)
-    seen = build_causal_range(Documents.from_length(20, ids.device), last)
+    seen = build_causal_range(Documents.from_lengths([20], ids.device), last)
     outputs = head.draft(text, last, BranchCache(text.keys[None], text.values[None], seen))
     torch.testing.assert_close(head.compute_logits(outputs), expected[0], rtol=1e-4, atol=1e-4)
     assert expected.std() > 0.1

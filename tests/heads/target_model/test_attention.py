@@ -173,12 +173,15 @@ def states(target: Target, rows: list[list[int]], behind: list[list[int]]) -> li
     "family",
     ["llama", "mistral", "gemma2", "gemma4_text", "llama4_text", "lfm2", "qwen3_next", "falcon_h1"],
 )
-def test_a_prompt_in_parts_is_read_as_in_one(family: str, monkeypatch) -> None:
+def test_prompts_together_or_in_parts_are_read_as_each_in_one(family: str, monkeypatch) -> None:
     target = random_target(family)
     rows = [row[:length] for row, length in zip(texts(target, 3, 13), (13, 5, 8), strict=True)]
     behind = [[4, 7], [9], [11, 3]]
-    expected = states(target, rows, behind)
+    expected = [states(target, [row], [end])[0] for row, end in zip(rows, behind, strict=True)]
+    for found, own in zip(states(target, rows, behind), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-3, atol=1e-4)
     monkeypatch.setattr(EmbeddingsAndOutputHead, "prefill_chunk", 4)
+    monkeypatch.setattr("heads.target_model.model.ROW_TOKENS", 9)  # rows of two prompts, and one
     for found, own in zip(states(target, rows, behind), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-3, atol=1e-4)
 

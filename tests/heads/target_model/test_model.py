@@ -138,7 +138,7 @@ def test_a_quantised_target_is_served(tmp_path, kind: Quantization) -> None:
     folder = save_target(tmp_path / "t", intermediate_size=128)
     target = load_target(TargetConfig(path=str(folder), quantization=kind), CPU)
     ids = torch.arange(5, 12)[None]
-    document = Documents.from_length(7, CPU)
+    document = Documents.from_lengths([7], CPU)
     states = target.encode_documents(ids, torch.arange(7)[None], document).hidden_states
     plain = load_target(TargetConfig(path=str(folder)), CPU)
     exact = plain.encode_documents(ids, torch.arange(7)[None], document).hidden_states
@@ -198,7 +198,7 @@ def test_all_that_a_target_gives_lies_beside_its_embedding(monkeypatch) -> None:
     ids, positions = torch.tensor([[5, 7, 9]]), torch.arange(3)[None]
     monkeypatch.setattr(Target, "device", property(lambda _self: elsewhere))
     output = target.encode_documents(
-        ids, positions, Documents.from_length(3, CPU), FeatureLayers((0, 2))
+        ids, positions, Documents.from_lengths([3], CPU), FeatureLayers((0, 2))
     )
     each = [output.hidden_states, *output.layers.values(), target.compute_logits(states)]
     assert [tensor.device for tensor in each] == [elsewhere] * 4
