@@ -7,7 +7,7 @@ ids are then computed exactly. Drafts are verified as usual, so texts stay the t
 A verify pass multiplies a few rows by every matrix of the target. Torch reorders each matrix for
 every product, which takes longer than the product: float32 products of 5 rows take 2 to 3 times as
 long as of one row. oneDNN with packed weights reads each number once and takes as long for 5 rows
-as for one. With AVX2 alone, torch's product of one row is faster.
+as for one, or 1.3 times as long with AVX2 alone.
 
 Letters: D numbers of a row, N of its product, V rows of the output head, r rank, C candidates.
 """
@@ -32,7 +32,7 @@ directions, 8 ids lost 2% of the drafts' length and 32 ids nothing."""
 NUM_ROWS = 16
 """Rows of the products that weights are packed for; packings for 5 to 512 rows are equally fast."""
 FEWEST_ROWS = 4
-"""Least rows of a product with a large matrix: 1 to 3 rows take longer."""
+"""Least rows of a product with a large matrix, where `Processor.pads_few_rows`."""
 SMALL = 1 << 19
 """Numbers of a small matrix, for which torch's float32 product of one row is as fast."""
 LARGEST_SHARE = 0.25
@@ -158,8 +158,9 @@ def pack_weights(*modules: nn.Module) -> None:
         layer.__class__ = PackedLinear
         assert isinstance(layer, PackedLinear)
         # For one row, torch's own product is then at least as fast.
-        small = weight.numel() <= SMALL or not this_processor().packs_for_one_row
-        layer.key, layer.leaves_one = key, small and weight.dtype == torch.float32
+        small = weight.numel() <= SMALL
+        leaves_one = small or not this_processor().packs_for_one_row(torch.get_num_threads())
+        layer.key, layer.leaves_one = key, leaves_one and weight.dtype == torch.float32
 
 
 def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -205,7 +206,8 @@ def _multiply_packed(rows: Tensor, weight: Tensor, bias: Tensor | None, key: int
         return functional.linear(rows, weight, bias)
     multiply, width = torch.ops.mkldnn._linear_pointwise.default, rows.shape[-1]
     num_rows = rows.numel() // width
-    if num_rows >= FEWEST_ROWS or weight.numel() <= SMALL:
+    few = num_rows < FEWEST_ROWS and weight.numel() > SMALL
+    if not (few and this_processor().pads_few_rows):
         return multiply(rows, packed, bias, "none", [], "")
     padded = functional.pad(rows.reshape(-1, width), (0, 0, 0, FEWEST_ROWS - num_rows))
     output = multiply(padded, packed, bias, "none", [], "")

@@ -75,7 +75,8 @@ def test_what_each_kind_multiplies_fast(told: Any, expected: Any) -> None:
     kinds = FP32, BF16, FP16
     fast = [each for each in kinds if found.is_fast(each)]
     packed = [each for each in kinds if found.multiplies_packed(each)]
-    assert (str(found), fast, packed, found.packs_for_one_row) == expected
+    assert (str(found), fast, packed, found.pads_few_rows) == expected
+    assert [found.packs_for_one_row(threads) for threads in (1, 2)] == [found.pads_few_rows, True]
 
 
 def test_this_one_multiplies_float32_fast_and_float64_as_fast_as_it_can() -> None:

@@ -79,12 +79,12 @@ def test_rows_need_not_lie_behind_each_other() -> None:
     ("vectors", "small", "expected"),
     [
         ("AVX512", 0, [4, 4, 4, 4, 9]), ("AVX512", SMALL, [2, 3, 4, 9]),
-        ("AVX2", 0, [4, 4, 4, 9]), ("AVX2", SMALL, [2, 3, 4, 9]),
+        ("AVX2", 0, [1, 2, 3, 4, 9]), ("AVX2", SMALL, [2, 3, 4, 9]),
     ],
     indirect=["vectors"],
 )  # fmt: skip
 @pytest.mark.usefixtures("vectors")
-def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
+def test_with_avx512_a_large_matrix_is_multiplied_with_four_rows_or_more(
     small: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
@@ -94,6 +94,7 @@ def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
         return rows.new_zeros(len(rows), 32)
 
     monkeypatch.setattr(heads.layers.fast_linear, "SMALL", small)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     packed, _ = layers(torch.float32, bias=False)
     monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", product)
     for number in (1, 2, 3, 4, 9):
@@ -102,20 +103,22 @@ def test_a_matrix_that_is_not_small_is_multiplied_with_four_rows_or_more(
 
 
 @pytest.mark.parametrize(
-    ("vectors", "dtype", "width", "number"),
+    ("vectors", "threads", "dtype", "width", "number"),
     [
-        ("AVX512", torch.float32, 48, 0), ("AVX512", torch.float32, SMALL // 32 + 1, 1),
-        ("AVX2", torch.float32, 48, 0), ("AVX2", torch.float32, SMALL // 32 + 1, 0),
-        ("AVX512", torch.bfloat16, 48, 1), ("AVX2", torch.bfloat16, 48, 1),
+        ("AVX512", 1, torch.float32, 48, 0), ("AVX512", 1, torch.float32, SMALL // 32 + 1, 1),
+        ("AVX2", 2, torch.float32, 48, 0), ("AVX2", 2, torch.float32, SMALL // 32 + 1, 1),
+        ("AVX2", 1, torch.float32, SMALL // 32 + 1, 0),
+        ("AVX512", 1, torch.bfloat16, 48, 1), ("AVX2", 1, torch.bfloat16, 48, 1),
     ],
     indirect=["vectors"],
 )  # fmt: skip
 @pytest.mark.usefixtures("vectors")
-def test_one_row_of_float32_goes_by_torch_where_the_matrix_is_small_or_vectors_are(
-    dtype: torch.dtype, width: int, number: int, products: Products
+def test_one_row_of_float32_goes_by_torch_where_the_matrix_is_small_or_vectors_and_threads_are(
+    threads: int, dtype: torch.dtype, width: int, number: int, products: Products, monkeypatch
 ) -> None:
     if dtype not in KINDS:
         pytest.skip("oneDNN does not pack it here")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     packed, _ = layers(dtype, bias=False, width=width)
     packed(torch.randn(1, 1, width, dtype=dtype))
     assert products.number == number
