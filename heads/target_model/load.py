@@ -24,7 +24,7 @@ from conf.command.environment import find_missing_toolchain
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.target import Dtype, Quantization, TargetConfig
-from heads.devices import warn_if_slow
+from heads.devices import keep_freed_memory, warn_if_slow
 from heads.target_model.adapter import apply_adapter
 from heads.target_model.check import check_support_once
 from heads.target_model.decoder import (
@@ -80,6 +80,8 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     model_config, tokenizer = load_config(config), load_target_tokenizer(config)
     dtype = resolve_dtype(config.dtype, device)
     warn_if_slow("target.dtype", dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     if config.attention is None:
         attentions = choose_attentions(model_config)
     else:

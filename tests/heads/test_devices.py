@@ -1,5 +1,7 @@
 """Dtypes that each kind of CPU multiplies fast, and the notice about others: to whom, and when."""
 
+import ctypes
+import resource
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import heads.devices
 from heads.devices import (
     Processor,
     choose_fast_dtype,
+    keep_freed_memory,
     make_processor,
     this_processor,
     warn_if_slow,
@@ -142,3 +145,14 @@ def test_a_torch_without_a_list_of_capabilities_is_asked_one_by_one(
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setattr(heads.devices, "_is_supported", lambda dtype: dtype is BF16)
     assert heads.devices._get_capabilities() == {"bf16": True}
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc has such settings")
+def test_freed_memory_is_kept_for_the_next_tensor() -> None:
+    keep_freed_memory()
+    num_faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(64 << 18)  # 64 MiB, of 16,384 pages
+        num_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert min(num_faults[1:]) < 1_000

@@ -107,7 +107,8 @@ def estimate_pass(objective: Objective, setting: LaunchSpec) -> BytesByPart | No
     width, vocab_size, row_bytes = (
         len(head.vocab.ids), target.vocab_size, compute_row_bytes(objective, e)
     )  # fmt: skip
-    grad, limit = row_bytes["float32 state"], fused_linear.get_chunk_bytes(not setting.cuda)
+    grad = row_bytes["float32 state"]
+    limit = fused_linear.compute_chunk_bytes(target.dtype.itemsize * vocab_size, not setting.cuda)
     loss = estimate_loss_bytes(setting, saved, width, grad // FLOAT32_BYTES)
     teacher_bytes = setting.tokens * target.dtype.itemsize
     if saved.pieces > PIECES_OF_TEXT:  # the target's logits of drafted ids, beside a student's
@@ -205,8 +206,7 @@ def estimate_loss_bytes(setting: LaunchSpec, saved: SavedRows, width: int, hidde
         hidden: columns H of the projection.
     """
     e, cpu = setting.dtype.itemsize, not setting.cuda
-    rows = fused_linear.count_fitting_rows(fused_linear.get_chunk_bytes(cpu), width * e)
-    chunk = min(saved.compared, rows)
+    chunk = min(saved.compared, fused_linear.count_chunk_rows(width * e, cpu))
     piece = min(fused_linear.compute_piece_bytes(width, cpu), chunk * width * FLOAT32_BYTES)
     tile = min(fused_linear.TILE_BYTES, width * max(hidden, chunk) * FLOAT32_BYTES)
     back = chunk * hidden * (e + FLOAT32_BYTES) + (0 if e == FLOAT32_BYTES else tile)

@@ -54,9 +54,11 @@ PIECE_BYTES, MAX_PIECE_BYTES = 64 * 2**20, 260 * 2**20
 to 32,000 columns. The larger size is a little more than a quarter of a bfloat16 chunk."""
 PIECE_ROWS = 528
 """Rows r that fill a GPU: four for each of 132 multiprocessors, with one block per row."""
-CPU_CHUNK_BYTES = 96 * 2**20
+CPU_CHUNK_BYTES, CPU_CHUNK_ROWS = 96 * 2**20, 512
+"""Bytes of a chunk on a CPU, and its least rows where these take more, up to `CHUNK_BYTES`: torch
+reorders the projection for every product, which takes as long as that of some hundred rows."""
 CPU_PIECE_BYTES = 2 * 2**20
-"""Bytes of a chunk and of a piece on a CPU, chosen to stay in its caches."""
+"""Bytes of a piece on a CPU, chosen to stay in its caches."""
 TILE_BYTES = 64 * 2**20
 """Bytes of a float32 piece of a projection's gradient or of its factors."""
 MAX_GRAPHS = 64
@@ -239,7 +241,7 @@ class _Fused(torch.autograd.Function):
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         with torch.autocast(device.type, enabled=False):
-            size = count_fitting_rows(get_chunk_bytes(device.type == "cpu"), teacher.bytes_per_row)
+            size = count_chunk_rows(teacher.bytes_per_row, device.type == "cpu")
             chunks = split_evenly(0, teacher.num_rows, size)
             edges = [0, *(rows.stop for rows in chunks)]
             buffers: Buffers = {}
@@ -327,9 +329,8 @@ class _StudentPass:
             # Only rows with weight; on other devices this would wait.
             weighted = student.scales[rows].nonzero().squeeze(1)
             rows, num_rows = first + weighted, len(weighted)
-        size = count_fitting_rows(
-            get_chunk_bytes(weight.device.type == "cpu"), weight.shape[0] * self.dtype.itemsize
-        )
+        row_bytes = weight.shape[0] * self.dtype.itemsize
+        size = count_chunk_rows(row_bytes, weight.device.type == "cpu")
         for part in split_evenly(0, num_rows, size):
             self._compare_rows(compare, select_part(rows, part), self.projection, begin)
         if number == self.last_chunk:
@@ -414,9 +415,15 @@ def _add_product(whole: Tensor, left: Tensor, right: Tensor) -> None:
         whole.addmm_(left.to(whole), right.to(whole))
 
 
-def get_chunk_bytes(cpu: bool) -> int:
-    """Return the largest bytes of a chunk's logits."""
-    return CPU_CHUNK_BYTES if cpu else CHUNK_BYTES
+def count_chunk_rows(row_bytes: int, cpu: bool) -> int:
+    """Count the rows R of a chunk, at most, by the bytes of a row."""
+    return count_fitting_rows(compute_chunk_bytes(row_bytes, cpu), row_bytes)
+
+
+def compute_chunk_bytes(row_bytes: int, cpu: bool) -> int:
+    """Compute the largest bytes of a chunk."""
+    enough = max(CPU_CHUNK_BYTES, CPU_CHUNK_ROWS * row_bytes)
+    return min(enough, CHUNK_BYTES) if cpu else CHUNK_BYTES
 
 
 def compute_piece_bytes(width: int, cpu: bool) -> int:

@@ -18,7 +18,7 @@ from conf.errors import InputError
 from conf.files import LOCK_NAME, lock_file, make_folder
 from conf.settings.target import Dtype
 from conf.settings.training import Optimizer, TrainConfig
-from heads.devices import warn_if_slow
+from heads.devices import keep_freed_memory, warn_if_slow
 from heads.target_model.load import resolve_dtype
 
 PATIENCE = timedelta(days=30)
@@ -55,6 +55,8 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
             f"accelerate refuses this launch: {error}; dtypes are set with train.dtype"
         ) from error
     check_launch(os.environ, accelerator.num_processes)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     if config.batch_tokens is None:
         check_batch(config, accelerator.num_processes)
     if deepspeed:

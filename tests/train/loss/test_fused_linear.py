@@ -117,6 +117,7 @@ def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Rows of a chunk of float64 logits, and of a piece."""
     chunk, piece = request.param
     monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * chunk)
+    monkeypatch.setattr(fused, "CPU_CHUNK_ROWS", 1)
     monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * VOCAB * piece)
     monkeypatch.setattr(fused, "TILE_BYTES", 4 * WIDTH * 5)
 
@@ -272,6 +273,7 @@ def test_logits_of_all_chunks_lie_in_one_place(
 ) -> None:
     """One for each width; gradients are not asked for, so nothing is kept for them."""
     monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 8 * VOCAB * 7)
+    monkeypatch.setattr(fused, "CPU_CHUNK_ROWS", 1)
     students, _ = hard_students([VOCAB, VOCAB, VOCAB - 2, VOCAB])
     labels = torch.arange(NUM_ROWS) % 5
     with torch.no_grad():
@@ -441,6 +443,7 @@ def sizes_of(found: Any) -> list[int]:
 def test_no_tensor_of_tokens_times_vocabulary_ever_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     num_rows, width, vocab_size = 512, 8, 1024
     monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * vocab_size * 32)
+    monkeypatch.setattr(fused, "CPU_CHUNK_ROWS", 1)
     monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * vocab_size * 8)
     vocab = DraftVocab.make_full(vocab_size)
     hidden = random(num_rows, width, seed=0).float().requires_grad_()
@@ -491,3 +494,16 @@ def test_a_piece_fills_a_gpu_with_rows_and_a_cpus_caches(
     width: int, cpu: bool, mebibytes: int
 ) -> None:
     assert fused.compute_piece_bytes(width, cpu) == mebibytes * 2**20
+
+
+@pytest.mark.parametrize(
+    ("width", "cpu", "rows"),
+    [
+        (4_096, True, 6_144),  # 96 MiB
+        (151_936, True, 512),  # 297 MiB
+        (300_000, True, 447),  # 512 MiB, as on a GPU
+        (300_000, False, 447),
+    ],
+)
+def test_a_cpus_chunk_has_rows_enough_for_a_fast_product(width: int, cpu: bool, rows: int) -> None:
+    assert fused.count_chunk_rows(4 * width, cpu) == rows

@@ -181,6 +181,7 @@ def test_chunks_and_batching_do_not_change_sums_or_gradients(
 
     def run(parts: list[slice], rows_per_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         monkeypatch.setattr(fused, "CPU_CHUNK_BYTES", 4 * 5 * rows_per_chunk)
+        monkeypatch.setattr(fused, "CPU_CHUNK_ROWS", 1)
         monkeypatch.setattr(fused, "CPU_PIECE_BYTES", 4 * 5)
         head = Heads(3, 5)
         total = torch.zeros(4, 3)
