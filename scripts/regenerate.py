@@ -5,11 +5,11 @@ A draft head learns to predict its target, so it learns most from text that the 
     python scripts/regenerate.py data.path=chats.jsonl target.path=Qwen/Qwen3-8B
     python scripts/regenerate.py data.path=chats.jsonl endpoint=http://localhost:8000/v1
 
-Where vLLM is installed, the first command starts its server, asks it and stops it; elsewhere the
-target answers in this process. A repetition penalty of the target's generation
-config also applies here, as in the measurement of heads; vLLM applies it too, unless served with
-`--generation-config vllm`. A server of your own needs vLLM's parsers of reasoning and tool calls.
-vLLM sends the token ids of an answer, which are kept.
+Where vLLM is installed and may be faster, on a GPU or a CPU with bfloat16, the first command starts
+its server, asks it and stops it; elsewhere the target answers in this process. A repetition penalty
+of the target's generation config also applies here, as in the measurement of heads; vLLM applies it
+too, unless served with `--generation-config vllm`. A server of your own needs vLLM's parsers of
+reasoning and tool calls. vLLM sends the token ids of an answer, which are kept.
 """
 
 import asyncio
@@ -63,11 +63,11 @@ from data.servers.vllm_server import find_vllm_python, serve_model
 from data.templates.record_encoder import RecordEncoder
 from data.templates.reply_parser import parse_reply
 from eval.decode.engine import Request
-from eval.decode.generation_config import apply_generation_config
+from eval.decode.generation_config import NEUTRAL_VALUES, apply_generation_config
 from eval.measure.prompts import select_user_messages
 from eval.measure.target_answers import stream_answers
 from heads.decoding.sampling import Sampling
-from heads.devices import choose_fast_dtype
+from heads.devices import choose_fast_dtype, this_processor
 from heads.layers.fast_linear import pack_weights
 from heads.target_model.identity import identify_target
 from heads.target_model.load import (
@@ -100,7 +100,7 @@ def main(config: RegenerateRun) -> None:
     dialogues = [Dialogue(index, record, config.seed) for index, record in enumerate(chosen)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     endpoint = None if config.endpoint is None else asyncio.run(make_endpoint(config))
-    python = choose_vllm(config) if endpoint is None else None
+    python = choose_vllm(config, device) if endpoint is None else None
     if python is not None:
         config.concurrency = IN_FLIGHT[device.type]
     manifest = make_manifest(config, records, endpoint, python, device)
@@ -236,34 +236,54 @@ async def make_endpoint(config: RegenerateRun) -> Endpoint:
         return replace(endpoint, model=str((await client.request_models())[0]["id"]))
 
 
-def choose_vllm(config: RegenerateRun) -> str | None:
+def choose_vllm(config: RegenerateRun, device: torch.device) -> str | None:
     """Choose the Python whose vLLM answers, and say so if none does.
 
     Raises:
-        InputError: the setting names an environment without vLLM, or the target is not one that
-            vLLM serves as it is here.
+        InputError: the setting names an environment without vLLM, or vLLM would answer otherwise
+            than this process.
     """
     python = find_vllm_python(config.vllm)
+    reason = "as no vLLM was found (docs/serving/vllm.md#install)"
+    if python is not None and (unserved := list_unserved_settings(config)):
+        if config.vllm != "auto":
+            raise InputError(
+                f"vllm={config.vllm}: does not answer with {unserved[0]} as this process does; set "
+                "vllm=none to answer in process, or serve the target yourself and set endpoint=URL"
+            )
+        python, reason = None, f"for {unserved[0]}"
+    is_slow = choose_fast_dtype(torch.bfloat16, device) is torch.float32
+    if python is not None and config.vllm == "auto" and is_slow:
+        python, reason = (
+            None,
+            f"as {this_processor()} is no faster with vLLM (vllm=FOLDER takes it)",
+        )
+    if python is None and config.vllm != "none":
+        print(f"answering in process, {reason}; on a GPU or a CPU with AMX vLLM may be faster")
+    return python
+
+
+def list_unserved_settings(config: RegenerateRun) -> list[str]:
+    """List what answers in this process follow, but those of a vLLM that it starts would not."""
     target = config.target
-    kept = [
+    unserved = [
         f"target.{name}={value}"
         for name in ("adapter", "device_map", "attention")
         if (value := getattr(target, name)) is not None
     ]
-    kept += [f"target.path={target.path}"] if split_gguf_path(str(target.path)) else []
+    unserved += [f"target.path={target.path}"] if split_gguf_path(str(target.path)) else []
     if target.quantization is not Quantization.none:
-        kept.append(f"target.quantization={target.quantization.value}")
-    if python is not None and kept:
-        if config.vllm != "auto":
-            raise InputError(
-                f"vllm={config.vllm}: does not serve {kept[0]} as it is loaded here; set vllm=none "
-                "to answer in process, or serve the target yourself and set endpoint=URL"
-            )
-        python = None
-    if python is None and config.vllm != "none":
-        why = f"for {kept[0]}" if kept else "as no vLLM was found (docs/serving/vllm.md#install)"
-        print(f"answering in process, {why}; on a GPU or a CPU with AMX vLLM may be faster")
-    return python
+        unserved.append(f"target.quantization={target.quantization.value}")
+    if unserved or config.plain:
+        return unserved
+    rules = load_generation_config(target) or {}
+    neutral = NEUTRAL_VALUES | {"stop_strings": None}
+    del neutral["repetition_penalty"]  # vLLM applies it
+    return [
+        f"{name}={value} of its generation config"
+        for name, value in rules.items()
+        if name in neutral and value not in (None, []) and value != neutral[name]
+    ]
 
 
 def start_vllm(

@@ -545,16 +545,46 @@ def test_a_target_that_vllm_would_load_otherwise_answers_here(
 ) -> None:
     environment = str(make_environment(tmp_path / "its"))
     config = RegenerateRun(target=TargetConfig(**{"path": "me/m", **target}), vllm=environment)
-    refused = rf"does not serve {re.escape(named)} as it is loaded here"
+    refused = rf"does not answer with {re.escape(named)} as this process does; set vllm=none"
     with pytest.raises(InputError, match=refused):
-        regenerate.choose_vllm(config)
+        regenerate.choose_vllm(config, CPU)
     monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: "py")
-    assert regenerate.choose_vllm(replace(config, vllm="auto")) is None
+    assert regenerate.choose_vllm(replace(config, vllm="auto"), CPU) is None
     assert f"answering in process, for {named}; on a GPU or" in capsys.readouterr().out
     monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: None)
-    plain = RegenerateRun(target=TargetConfig(path="me/m"))
-    assert regenerate.choose_vllm(plain) is None
+    assert regenerate.choose_vllm(RegenerateRun(target=TargetConfig(path="me/m")), CPU) is None
     assert "answering in process, as no vLLM was found (docs/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ({"stop_strings": ["###"], "no_repeat_ngram_size": 0}, "stop_strings=['###'] of its gen"),
+        ({"bad_words_ids": [[3]]}, "bad_words_ids=[[3]] of its generation config"),
+        ({"num_beams": 4}, "num_beams=4 of its generation config"),
+        ({"repetition_penalty": 1.1, "temperature": 0.7, "num_beams": 1, "top_k": 20}, None),
+    ],
+)
+def test_rules_of_a_generation_config_that_vllm_ignores_are_followed_here(
+    rules: dict, named: str | None, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(rules))
+    monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: "py")
+    monkeypatch.setattr(regenerate, "choose_fast_dtype", lambda dtype, _: dtype)
+    config = RegenerateRun(target=TargetConfig(path=str(tmp_path)))
+    assert regenerate.choose_vllm(config, CPU) == (None if named else "py")
+    assert not named or f"for {named}" in capsys.readouterr().out
+    assert regenerate.choose_vllm(replace(config, plain=True), CPU) == "py"
+
+
+def test_a_cpu_without_bfloat16_starts_no_vllm_unless_told(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(regenerate, "find_vllm_python", lambda _: "py")
+    monkeypatch.setattr(regenerate, "choose_fast_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(regenerate, "this_processor", lambda: "a CPU, AVX2")
+    config = RegenerateRun(target=TargetConfig(path=str(tmp_path)))
+    assert regenerate.choose_vllm(config, CPU) is None
+    assert "as a CPU, AVX2 is no faster with vLLM (vllm=FOLDER" in capsys.readouterr().out
+    assert regenerate.choose_vllm(replace(config, vllm="its"), CPU) == "py"
 
 
 def test_the_target_multiplies_over_packed_weights(target_path, tmp_path, monkeypatch) -> None:
