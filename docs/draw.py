@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER / "results/speedup.md"
+RESULTS, SECTION = FOLDER / "results/qwen.md", "## On two cores of a CPU"
 STYLE = """
 text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 13px; fill: #59636e }
@@ -35,17 +35,15 @@ text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 """
 NAMES = {
     "vanilla": "no drafts",
-    "eagle_chain": "EAGLE-3.1 head, chain of 2",
-    "ngram": "n-grams",
+    "eagle_chain": "EAGLE-3.1 head, chain of 4",
     "suffix": "suffixes, no head",
-    "eagle_tree": "EAGLE-3.1 head, tree of 5",
+    "eagle_tree": "EAGLE-3.1 head, tree of 8",
     "eagle_suffix": "EAGLE-3.1 head and suffixes",
 }
 """Labels of the bars, by method."""
 ENGINES = {
     "vanilla": "every engine",
     "eagle_chain": "vLLM, SGLang, TensorRT-LLM",
-    "ngram": "vLLM, SGLang, TensorRT-LLM, llama.cpp",
     "suffix": "vLLM",
     "eagle_tree": "SGLang",
     "eagle_suffix": "Headsmith alone",
@@ -108,8 +106,8 @@ def draw_decoding() -> str:
 
 
 def parse_speedups(results: str) -> dict[str, tuple[float, str]]:
-    """Parse speed-up and interval of each method from the first table under `What it gains`."""
-    section = results.split("## What it gains", maxsplit=1)[1].split("\n## ", maxsplit=1)[0]
+    """Parse speed-up and interval of each method from the first table of the section."""
+    section = results.split(SECTION, maxsplit=1)[1].split("\n## ", maxsplit=1)[0]
     rows = [[cell.strip(" *`") for cell in line.split("|")[1:-1]] for line in section.splitlines()]
     speedups = {}
     for cells in filter(lambda cells: len(cells) == 5, rows):
@@ -140,7 +138,7 @@ def draw_speedups(results: str) -> str:
         ]
     end = 44 + 34 * len(order)
     parts.append(f'<line class="line" x1="{left}" y1="38" x2="{left}" y2="{end}"/>')
-    caption = "SmolLM2-135M-Instruct, 16 first turns of MT-bench, greedy, one core with AVX-512"
+    caption = "Qwen2.5-Coder-0.5B-Instruct, 16 prompts of four kinds, greedy, two cores with AVX2"
     parts.append(build_text(10, end + 22, f"{caption}; 95% intervals", "small"))
     return build_svg(910, end + 36, "Speed-up of each way to draft", parts)
 

@@ -1,5 +1,6 @@
-"""The tutorial's commands run in their order, and print and write what its two pages show."""
+"""Commands of the tutorial and a recipe run in their order; the tutorial's print what it shows."""
 
+import json
 import os
 import re
 import shlex
@@ -25,6 +26,11 @@ SMALLER = {
     "max_new_tokens=160": ["max_new_tokens=24"],
     "max_new_tokens=32": ["max_new_tokens=12"],
     "train.max_steps=40": ["train.max_steps=2", "train.warmup_steps=1"],
+    # Of the recipe.
+    "batch_size=64": ["batch_size=64", "max_new_tokens=24"],
+    "train.num_epochs=10": ["train.max_steps=2", "train.warmup_steps=1"],
+    "head.draft_vocab_size=8192": ["head.draft_vocab_size=1024"],
+    "num_repeats=1": ["num_repeats=1", "num_warmups=0", "max_new_tokens=12"],
 }
 """Settings with which the small model of the repository is done in seconds."""
 
@@ -74,3 +80,23 @@ def test_what_a_command_names_as_the_next_is_what_the_page_goes_on_with() -> Non
         "train/eagle.py", "eval/acceptance.py", "eval/speedup.py", "scripts/regenerate.py",
         "eval/serve.py",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_command_of_the_recipe_runs_after_the_other(tmp_path: Path) -> None:
+    page = (ROOT / "docs/recipes/qwen_coder.md").read_text()
+    (lines,) = re.findall(r"^```\n(.*?)^```$", page, re.M | re.S)
+    model = tmp_path / "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+    model.parent.mkdir()
+    model.symlink_to(TARGET_PATH)
+    rows = (ROOT / "scripts/demo_prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "questions.jsonl").write_text("".join(rows[:12]))
+    (tmp_path / "prompts.jsonl").write_text("".join(rows[-3:]))
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    for line in lines.splitlines():
+        if not line.startswith("vllm serve"):
+            ended = commands.run(typed(line), tmp_path, environ)
+            assert ended.returncode == 0, ended.stderr
+    served = json.loads(shlex.split(lines.splitlines()[-1])[-1])
+    assert (tmp_path / served["model"] / "config.json").exists()
+    assert served["method"] in ended.stdout
