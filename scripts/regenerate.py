@@ -254,10 +254,8 @@ def choose_vllm(config: RegenerateRun, device: torch.device) -> str | None:
         python, reason = None, f"for {unserved[0]}"
     is_slow = choose_fast_dtype(torch.bfloat16, device) is torch.float32
     if python is not None and config.vllm == "auto" and is_slow:
-        python, reason = (
-            None,
-            f"as {this_processor()} is no faster with vLLM (vllm=FOLDER takes it)",
-        )
+        python = None
+        reason = f"as {this_processor()} imitates bfloat16, where vLLM was no faster (vllm=FOLDER)"
     if python is None and config.vllm != "none":
         print(f"answering in process, {reason}; on a GPU or a CPU with AMX vLLM may be faster")
     return python

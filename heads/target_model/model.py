@@ -567,11 +567,15 @@ def iter_prefill(
         cache.set_certain_tokens(counts, ends)
         if by_row and start == 0:
             output = target.read_prompts(cache, chunk_rows, taps)
+            num_kept = to_device(counts, target.device)
         else:
-            # Padding comes after a row's tokens, which cannot see it.
-            ids = to_device([row + [0] * (width - len(row)) for row in chunk_rows], target.device)
+            # Padding comes after a row's tokens, which cannot see it. One copy holds all numbers.
+            padded = chain.from_iterable(row + [0] * (width - len(row)) for row in chunk_rows)
+            ids_and_counts = to_device([*padded, *counts], target.device)
+            num_kept = ids_and_counts[-len(counts) :]
+            ids = ids_and_counts[: -len(counts)].view(len(counts), width)
             output = target.run_pending(cache, ids, taps=taps)
         places = torch.arange(width, device=target.device).expand(len(counts), -1)
-        kept_nodes = KeptNodes(places, to_device(counts, target.device))
+        kept_nodes = KeptNodes(places, num_kept)
         cache.commit([list(range(count)) for count in counts], kept_nodes)
         yield chunk_rows, output
