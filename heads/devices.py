@@ -170,8 +170,8 @@ def keep_freed_memory() -> None:
     """Let the C library reuse large freed blocks, up to 2 GB, rather than return them at once.
 
     By default glibc maps each tensor above 32 MB anew, and the kernel fills it with zeros page by
-    page. On a CPU this took longer than most operations on such tensors: a product of two tensors
-    of 40 MB took 10 times as long. Nothing happens where the C library has no such settings.
+    page. On a CPU this took longer than most operations on such tensors: doubling a tensor of 40 MB
+    took 5 times as long. Nothing happens where the C library has no such settings.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if set_option is not None:
