@@ -27,9 +27,8 @@ from heads.export.writer import (
 )
 from heads.feature_head import FeatureArchitecture
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
+from heads.target_model.architecture import FULL, SLIDING
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-"""Kinds of layers in `layer_types`: with a window, and without."""
 DFLASH_KEYS = ("mask_token_id", "target_layer_ids", "causal", "use_swa", "swa_window_size")
 """Keys of DFlash in `dflash_config`, which speculators names differently."""
 EMBEDDING, OUTPUT_HEAD = "embed_tokens.weight", "lm_head.weight"

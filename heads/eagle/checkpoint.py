@@ -15,6 +15,7 @@ from typing import Any
 from conf.settings.eagle import EagleForm
 from heads.eagle.network import LAYER_NAMES, EagleHeadConfig
 from heads.head_checkpoint import EMBEDDING, OUTPUT_HEAD, ROOT, HeadCheckpoint
+from heads.target_model.architecture import SLIDING
 from heads.vocab import DraftVocab
 
 # SGLang's names, each with the name in `EagleHead.state_dict`.
@@ -103,6 +104,7 @@ class EagleCheckpoint(HeadCheckpoint):
             "own_embedding": EMBEDDING in tensors,
             "qk_norm": "layer.self_attn.q_norm.weight" in tensors,
             "fc_bias": "fc.bias" in tensors,
+            "window": self._parse_window(llama.num_hidden_layers),
         }
         if form is EagleForm.eagle1:
             if layers is not None:
@@ -135,16 +137,29 @@ class EagleCheckpoint(HeadCheckpoint):
         """See `HeadCheckpoint.check_settings`. Refuses flags that contradict the tensors too."""
         super().check_settings(required_values)
         settings = self.settings
-        if "sliding_attention" in settings.get("layer_types", ()):
-            raise self.make_error(
-                "config.json says layer_types=['sliding_attention'], which is not implemented"
-            )
         for key, name in FLAGS.items():
             if settings.get(key, name in self.tensors) != (name in self.tensors):
                 verb = "has no" if settings[key] else "has"
                 raise self.make_error(
                     f"config.json says {key}={settings[key]}, but the file {verb} {name}"
                 )
+
+    def _parse_window(self, num_layers: int) -> int | None:
+        """Parse the window of all layers, which speculators gives heads unless told otherwise."""
+        kinds, window = self.settings.get("layer_types") or (), self.settings.get("sliding_window")
+        if SLIDING not in kinds:
+            return None
+        if kinds != [SLIDING] * num_layers:
+            raise self.make_error(
+                f"config.json says layer_types={kinds}: windows in some layers are not implemented;"
+                f" must be {num_layers} of {SLIDING}, or none"
+            )
+        if not isinstance(window, int) or window < 1:
+            raise self.make_error(
+                f"config.json says layer_types={kinds} and sliding_window={window}: must be a "
+                "number of tokens, 1 or more"
+            )
+        return window
 
     def _parse_layers(self, layers: Sequence[int] | None, width: int) -> tuple[int, ...]:
         # Engines count layers in several ways, and some name none.

@@ -213,9 +213,10 @@ class EagleHead(AutoregressiveHead):
 
     def draft(self, context: ContextStates, rows: Tensor, branches: BranchCache) -> Tensor:
         """See `AutoregressiveHead.draft`."""
-        return self.layer(
-            context.inputs[rows], context.residual[rows], context.rotation[rows], branches
+        inputs, residual, rotation = (
+            each[rows] for each in (context.inputs, context.residual, context.rotation)
         )
+        return self.layer(inputs, residual, rotation, branches, self.config.window)
 
     def advance(
         self, outputs: Tensor, token_ids: Tensor, position_ids: Tensor, branches: BranchCache
@@ -225,7 +226,9 @@ class EagleHead(AutoregressiveHead):
         context = self.encode_context(fed, token_ids, position_ids)
         branches.draft_keys.append(context.keys)
         branches.draft_values.append(context.values)
-        return self.layer(context.inputs, context.residual, context.rotation, branches)
+        return self.layer(
+            context.inputs, context.residual, context.rotation, branches, self.config.window
+        )
 
     @classmethod
     def from_folder(cls, folder: Path, path: str, layers: Sequence[int] | None) -> Self | None:

@@ -43,7 +43,7 @@ from heads.export.writer import (
     format_engine_command,
 )
 from heads.layers.llama import LLAMA_KEYS, format_legacy_rope
-from heads.target_model.architecture import find_max_positions
+from heads.target_model.architecture import SLIDING, find_max_positions
 
 TITLES = {EagleForm.eagle1: "EAGLE-1/2 heads", EagleForm.eagle3: "EAGLE-3 heads"}
 # Parts that the paper's head lacks, by field of `EagleHeadConfig`.
@@ -55,6 +55,7 @@ PARTS = {
     "norm_before_residual": "the normed feature as residual (norm_before_residual; heads of "
     "head=eagle3_1 have none)",
     "qk_norm": "norms on queries and keys (q_norm, k_norm)",
+    "window": "a sliding window (sliding_window)",
 }
 NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 NUM_DRAFT_TOKENS = 5
@@ -133,7 +134,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
         EagleForm.eagle1: EagleLayout("LlamaForCausalLM", ("mlp_bias",), "layers.0."),
         EagleForm.eagle3: EagleLayout(
             "LlamaForCausalLMEagle3",
-            (*NORMS, "qk_norm", "mlp_bias"),
+            (*NORMS, "qk_norm", "window", "mlp_bias"),
         ),
     },
     ExportFormat.sglang: {
@@ -171,7 +172,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
     ExportFormat.speculators: {
         EagleForm.eagle3: EagleLayout(
             "Eagle3Speculator",
-            (*NORMS, "qk_norm", "mlp_bias"),
+            (*NORMS, "qk_norm", "window", "mlp_bias"),
             "layers.0.",
             needs_output_head=True,
             exclusive_norms=True,
@@ -440,6 +441,10 @@ def build_config_json(config: EagleHeadConfig, num_draft_ids: int) -> dict[str, 
         "dtype": "float32",
         "torch_dtype": "float32",
     }
+    if config.window is not None:
+        kinds = [SLIDING] * llama.num_hidden_layers
+        shared |= {"layer_types": kinds, "sliding_window": config.window}
+        shared["use_sliding_window"] = True
     if not eagle3:
         return shared
     layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)} if config.layers else {}

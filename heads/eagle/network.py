@@ -53,6 +53,7 @@ class EagleHeadConfig(FeatureArchitecture):
         form: EAGLE-1 or EAGLE-3.
         qk_norm: whether queries and keys are normalised, as in Qwen3.
         norm_before_fc: whether one norm covers all fused hidden states.
+        window: tokens that a row sees, its own included; None for all before it.
         fc_bias, fc_norm, norm_output, norm_before_residual: see `conf.settings.eagle`.
     """
 
@@ -60,6 +61,7 @@ class EagleHeadConfig(FeatureArchitecture):
     own_output_head: bool = True
     qk_norm: bool = False
     norm_before_fc: bool = False
+    window: int | None = None
     fc_bias: bool = False
     fc_norm: bool = False
     norm_output: bool = False
@@ -339,7 +341,12 @@ class EagleLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, inputs: Tensor, residual: Tensor, rotation: Tensor, branches: BranchCache
+        self,
+        inputs: Tensor,
+        residual: Tensor,
+        rotation: Tensor,
+        branches: BranchCache,
+        window: int | None,
     ) -> Tensor:
         """Compute the outputs [N, H] of the layer.
 
@@ -348,8 +355,10 @@ class EagleLayer(nn.Module):
             residual: [N, H] residual stream before the layer.
             rotation: [N, 2, d] rotation of the rows' positions.
             branches: keys and values, including those of the rows themselves.
+            window: tokens that a row sees, its own included; None for all before it.
         """
-        attended = branch_attention(self.self_attn.compute_query(inputs, rotation), branches)
+        query = self.self_attn.compute_query(inputs, rotation)
+        attended = branch_attention(query, branches, window)
         return self.add_attention_and_mlp(residual, attended)
 
     def add_attention_and_mlp(self, residual: Tensor, attended: Tensor) -> Tensor:

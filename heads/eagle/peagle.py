@@ -64,7 +64,7 @@ SPECULATORS_LAYOUT = replace(
     architecture="PEagleSpeculator",
     speculators_method="peagle",
     # vLLM drops `fc_norm` when it converts such a config.
-    parts=("norm_before_fc", "norm_before_residual", "qk_norm", "mlp_bias"),
+    parts=("norm_before_fc", "norm_before_residual", "qk_norm", "window", "mlp_bias"),
 )
 KeysValues = tuple[Tensor, Tensor]
 KeyValueStore = Callable[[int, KeysValues | None], KeysValues]
@@ -274,7 +274,7 @@ class PEagleHead(EagleHead):
                     for each, rows in zip(row_keys_values, both, strict=True):
                         each.append(rows[place])
                 branches = BranchCache(keys, values, group.seen, *row_keys_values)
-                attended.append(branch_attention(query[place], branches))
+                attended.append(branch_attention(query[place], branches, self.config.window))
             states = layer.add_attention_and_mlp(states, torch.cat(attended))
         return list(states.split(sizes))
 

@@ -14,6 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf.errors import InputError
 from heads.target_model.architecture import (
+    FULL,
+    SLIDING,
     compute_attention_heads,
     compute_mlp_size,
     find_embedding_size,
@@ -78,12 +80,12 @@ def parse_rope(
     for place in ("rope_parameters", "rope_scaling"):
         section = settings.get(place) or {}
         by_kind = [part for part in section.values() if isinstance(part, dict)]
-        if "sliding_attention" in settings.get("layer_types", ()) and by_kind[1:] != by_kind[:-1]:
+        if SLIDING in settings.get("layer_types", ()) and by_kind[1:] != by_kind[:-1]:
             raise make_error(
                 f"config.json says {place}={section}, another RoPE for each kind of layer, which "
                 "is not implemented"
             )
-        section = section.get("full_attention", section)
+        section = section.get(FULL, section)
         found += [(f"{place}.{name}", value) for name, value in section.items()]
     rope: dict[str, Any] = {}
     places: dict[str, str] = {}

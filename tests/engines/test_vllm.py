@@ -91,6 +91,7 @@ SAVED = [
     pytest.param("eagle3", {"num_ids": 64}, id="EAGLE-3, 64 ids"),
     pytest.param("eagle3", {"norm_before_residual": True}, id="EAGLE-3, norm_before_residual"),
     pytest.param("eagle3.1", {}, id="EAGLE-3.1"),
+    pytest.param("eagle3", {"narrowed": 6}, id="EAGLE-3 in a window"),
     pytest.param("dflash", {"num_layers": 1}, id="DFlash, one layer"),
     pytest.param("dflash", {}, id="DFlash, two layers"),
     pytest.param("dflash", {"causal": True}, id="DFlash, causal"),
@@ -102,6 +103,7 @@ SAVED = [
         "peagle", {"fc_norm": True, "norm_before_residual": True, **FEW_IDS}, id="P-EAGLE, norms"
     ),
     pytest.param("peagle", {"draft_vocab_size": None}, id="P-EAGLE, all ids"),
+    pytest.param("peagle", {"narrowed": 6, **FEW_IDS}, id="P-EAGLE in a window"),
 ]
 
 
@@ -110,8 +112,10 @@ SAVED = [
 def test_vllm_drafts_and_accepts_what_we_do(target, prompts, tmp_path, kind, settings) -> None:
     """A saved head in vLLM: our texts token for token, our counts to the unit."""
     torch.manual_seed(0)
-    how = {name: each for name, each in settings.items() if name != "num_ids"}
+    how = {name: each for name, each in settings.items() if name not in ("num_ids", "narrowed")}
     trained = feature_head(target, kind, **how)
+    if "narrowed" in settings:
+        trained.config = replace(trained.config, window=settings["narrowed"])
     trained = reduced(trained, target, settings["num_ids"]) if "num_ids" in settings else trained
     trained.save(tmp_path / "head")
     model, method = str(tmp_path / "head"), METHODS.get(kind, "eagle3")

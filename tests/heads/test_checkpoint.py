@@ -271,6 +271,14 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # speculators filled in masks before it said so; vLLM reads a file without the key so.
     ("dspark-speculators", {"sample_from_anchor": None},
      {"sample_from_anchor": False, "num_draft_tokens": 4}),
+    # As speculators trains EAGLE-3 unless told otherwise.
+    ("eagle3-speculators",
+     {f"{OF_LAYER}layer_types": ["sliding_attention"], f"{OF_LAYER}sliding_window": 2048},
+     {"window": 2048}),
+    ("eagle3-speculators",
+     {f"{OF_LAYER}layer_types": ["full_attention"], f"{OF_LAYER}sliding_window": 2048},
+     {"window": None}),
+    ("peagle", NARROW, {"window": 3}),
     # What a file of P-EAGLE does not say is as others train it.
     ("peagle", {"num_depths": None}, {"num_draft_tokens": 8}),
     ("peagle", {"num_depths": None, "speculators_config": {"proposal_methods": []}},
@@ -348,7 +356,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Tensor | None], str]] = [
     ("eagle3", {"hidden_act": "gelu"}, {}, r"hidden_act=gelu, .* must be silu"),
     ("eagle3", {"mlp_bias": True}, {}, r"mlp_bias=True, .* must be False"),
     ("eagle3", {"speculators_model_type": "mtp"}, {}, r"_type=mtp, .* must be eagle3"),
-    ("eagle3", {"layer_types": ["sliding_attention"]}, {}, r"layer_types=\['sliding_attention'\]"),
+    ("eagle3", {"layer_types": ["sliding_attention"]}, {}, "sliding_window=None: must be a number"),
+    ("eagle3", {"layer_types": ["sliding_attention"], "sliding_window": 0}, {},
+     "sliding_window=0: must be a number of tokens, 1 or more"),
+    ("peagle", TWO_KINDS, {}, "windows in some layers are not implemented; must be 2 of sliding_a"),
     ("eagle3", {"fc_norm": True}, {}, r"fc_norm=True, but the file has no fc_norm\.0\.weight"),
     ("eagle3", {"eagle_config": {"norm_before_fc": True}}, {},
      r"norm_before_fc=True, but the file has no input_norm\.weight"),

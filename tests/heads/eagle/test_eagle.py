@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,27 @@ def test_training_and_decoding_read_the_same(target: Target, form: EagleForm, mo
             token, position = torch.tensor([second[8 + depth]]), torch.tensor([7 + depth])
             outputs = head.advance(outputs, token, position, branches)
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_hides_what_lies_before(target: Target) -> None:
+    """Of 12 tokens, those whose hidden states move the output after the last one, at each depth.
+
+    Later depths read the first one's output, and so what moved that.
+    """
+    head, features = untrained(target, EAGLE3), torch.randn(12, 3 * target.hidden_size)
+    head.config = replace(head.config, window=5)
+    ids, places = torch.randint(target.vocab_size, (15,)), torch.arange(12)
+
+    def compute_outputs(states: torch.Tensor) -> list[torch.Tensor]:
+        return head.compute_text_outputs(states, ids, places, 11, 3)
+
+    usual, moved = compute_outputs(features), [[], [], []]
+    for place in range(12):
+        changed = compute_outputs(features + (places == place)[:, None])
+        for depth, (before, after) in enumerate(zip(usual, changed, strict=True)):
+            if not torch.equal(before, after):
+                moved[depth].append(place)
+    assert moved == [[7, 8, 9, 10, 11]] * 3
 
 
 @pytest.mark.parametrize(

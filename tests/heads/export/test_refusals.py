@@ -15,7 +15,7 @@ from heads.medusa import MedusaHead
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
 
-OTHERS = ("qk_norm", "target_hidden_size", "own_embedding", "full_layers")
+OTHERS = ("qk_norm", "target_hidden_size", "own_embedding", "full_layers", "window")
 """What only heads of others have."""
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "beta_fast": 32, "rope_theta": 1e4}
@@ -31,6 +31,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("trtllm", "eagle3", {"norm_before_residual": True},
      "TensorRT-LLM has no place for the normed feature as residual (norm_before_residual; heads "
      "of head=eagle3_1 have none)"),
+    ("sglang", "eagle3", {"window": 6},
+     "SGLang has no place for a sliding window (sliding_window); allowed for this head: vllm, "
+     "speculators"),
     ("original", "eagle3", EAGLE31,
      "the authors' code has no place for a norm per feature (fc_norm)"),
     ("vllm", "eagle3", {"layers": [5, 2, 4]},
