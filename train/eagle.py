@@ -29,7 +29,7 @@ from torch import Tensor
 from conf.errors import InputError
 from conf.settings.eagle import OutputHead, StepNormalizer, TokenNormalizer, UnrolledConfig
 from data.features.store_format import HIDDEN_STATES
-from heads.eagle.eagle import EagleHead
+from heads.eagle.eagle import EagleHead, choose_output_head
 from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
 from train.batch.batch import (
@@ -56,12 +56,21 @@ class EagleObjective(StepObjective):
     def __init__(self, head: Any, target: EmbeddingsAndOutputHead, config: Any) -> None:
         super().__init__(head, target, config, compute_step_weights(config))
         self.loss_logits_per_token = len(self.term_weights) * len(head.vocab.ids)
+        if config.output_head is OutputHead.auto:
+            config.output_head = self._settle_output_head()
         if config.path is not None:
             self._prepare_saved_head()
         self.description = self._describe_head()
 
+    def _settle_output_head(self) -> OutputHead:
+        """Settle whether the output head learns. That of a saved head does if it has learnt."""
+        usual = choose_output_head(OutputHead.auto, self.target)
+        if self.config.path is None or usual is not OutputHead.frozen:
+            return usual
+        return usual if self.head.keeps_target_output_head(self.target) else OutputHead.copy
+
     def _prepare_saved_head(self) -> None:
-        """Check that a saved head has the recipe's form, and set which parameters it trains.
+        """Check that a saved head has the recipe's form, and set whether its output head learns.
 
         Raises:
             InputError: the head has another form than the recipe.

@@ -18,6 +18,8 @@ class EagleForm(Enum):
 class OutputHead(Enum):
     """Initial weights of EAGLE-3's output head. EAGLE-1 uses the target's output head."""
 
+    auto = "auto"
+    """`frozen` for targets of a hidden size of 768 and more, else `copy`."""
     scratch = "scratch"
     """Random, trained (the paper)."""
     copy = "copy"
@@ -68,7 +70,7 @@ class UnrolledConfig:
     # Values for heads that lack these settings.
     step_normalizer, token_normalizer = StepNormalizer.sum, TokenNormalizer.all
     detach_features, regression_weight, own_tokens = False, 0.0, False
-    off_path_weight, skips_undrafted = 1.0, True
+    off_path_weight, skips_undrafted, output_head = 1.0, True, OutputHead.frozen
 
     path: str | None = None
     """Saved or published head to start from: folder or Hub id. Keeps its architecture and draft
@@ -129,9 +131,9 @@ class FeatureHeadConfig(UnrolledConfig):
     """Take the residual after the norm of the hidden states."""
     draft_vocab_size: int | None = 32000
     """Token ids that an EAGLE-3 head can draft. Unset: all of the target's."""
-    output_head: OutputHead = OutputHead.copy
-    """Initial output head. The paper uses `scratch`; with `copy`, drafts agreed with an
-    8M-parameter target 1.5 times as often after 250 thousand tokens."""
+    output_head: OutputHead = OutputHead.auto
+    """Initial output head (docs/results/rates.md). The paper uses `scratch`. `auto` trains that
+    of a saved head (`head.path`) on, unless it still is the target's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,6 +202,7 @@ class PEagleConfig(FeatureHeadConfig):
     num_steps: int = 8
     """Draft tokens per pass."""
     step_decay: float = 1.0
+    output_head: OutputHead = OutputHead.copy
     mask_token_id: int | None = None
     """Token id of rows whose token is unknown. Unset: an id that no text uses."""
     num_anchors: int = 512

@@ -75,6 +75,22 @@ BIAS_PROBLEM = (
 )
 
 
+WIDE = 768
+"""Hidden size from which on `auto` freezes the output head."""
+
+
+def choose_output_head(start: OutputHead, target: EmbeddingsAndOutputHead) -> OutputHead:
+    """Choose how a new output head starts, if settings leave it open.
+
+    A frozen one was ahead at a hidden size of 896, level at 576 and behind at 256
+    (docs/results/rates.md).
+    """
+    if start is not OutputHead.auto:
+        return start
+    is_frozen = target.hidden_size >= WIDE and target.has_plain_head
+    return OutputHead.frozen if is_frozen else OutputHead.copy
+
+
 def iter_feature_variants(head: Any) -> ConfigVariants:
     """Yield variants of settings that files of any head with EAGLE's layers may have wrong."""
     if head.config.form is EagleForm.eagle1:
@@ -158,6 +174,15 @@ class EagleHead(AutoregressiveHead):
         self.lm_head.weight.data.copy_(target.output_head.weight.detach()[self.vocab.ids])
         self.lm_head.requires_grad_(start is OutputHead.copy)
         return self
+
+    def keeps_target_output_head(self, target: EmbeddingsAndOutputHead) -> bool:
+        """Tell whether the head's own output head is frozen, or a copy of the target's rows."""
+        if self.lm_head is None or target.head_is_quantized:
+            return False
+        if not self.lm_head.weight.requires_grad:
+            return True
+        rows = target.output_head.weight.detach()[self.vocab.ids]
+        return torch.equal(self.lm_head.weight, rows.to(self.lm_head.weight))
 
     def complete_config(self, target: EmbeddingsAndOutputHead) -> EagleHeadConfig:
         """See `FeatureHead.complete_config`. Fills in the default layers."""
@@ -251,9 +276,8 @@ class EagleHead(AutoregressiveHead):
         """Make a new head with a layer of the target's sizes, attached; EAGLE-1 drafts all ids."""
         if settings.form is EagleForm.eagle1:
             vocab = DraftVocab.make_full(vocab.size)
-        return cls(build_eagle_config(settings, target), vocab).initialise(
-            target, settings.output_head, seed
-        )
+        start = choose_output_head(settings.output_head, target)
+        return cls(build_eagle_config(settings, target), vocab).initialise(target, start, seed)
 
     def build_files(self) -> HeadFiles:
         """Build files with the names of the original layout and the keys of vLLM and SGLang."""

@@ -346,7 +346,7 @@ class EagleLayer(nn.Module):
         residual: Tensor,
         rotation: Tensor,
         branches: BranchCache,
-        window: int | None,
+        window: int | None = None,
     ) -> Tensor:
         """Compute the outputs [N, H] of the layer.
 

@@ -26,7 +26,7 @@ from conf.settings.export import ExportFormat
 from heads.decoding.drafting import CommittedTokens, Frontier, Roots
 from heads.draft_head import HeadFacts, HeadFiles, Variant
 from heads.eagle.checkpoint import REQUIRED_VALUES, EagleCheckpoint
-from heads.eagle.eagle import EagleHead, iter_feature_variants
+from heads.eagle.eagle import EagleHead, choose_output_head, iter_feature_variants
 from heads.eagle.layouts import LAYOUTS
 from heads.eagle.network import (
     EagleDrafter,
@@ -344,7 +344,8 @@ class PEagleHead(EagleHead):
             mask_token_id=choose_mask_token(target, settings.mask_token_id),
             num_draft_tokens=settings.num_steps,
         )
-        return cls(config, vocab).initialise(target, settings.output_head, seed)
+        start = choose_output_head(settings.output_head, target)
+        return cls(config, vocab).initialise(target, start, seed)
 
     def build_files(self) -> HeadFiles:
         """Build files with EAGLE-3's keys and those of speculators and vLLM for P-EAGLE."""

@@ -21,7 +21,7 @@ from training_step import KINDS, documents, first_step, grouped_target, objectiv
 
 from conf.command.entry import RECIPES
 from conf.errors import InputError
-from conf.settings.eagle import Divergence, EagleConfig, EagleForm
+from conf.settings.eagle import Divergence, EagleConfig, EagleForm, OutputHead
 from conf.settings.target import Dtype
 from data.templates.record_encoder import RecordEncoder
 from eval.decode.engine import decode
@@ -134,7 +134,7 @@ def test_a_trained_head_goes_on_and_settings_count(tmp_path: Path) -> None:
 def test_a_head_of_an_unknown_run_takes_the_recipe_of_its_form() -> None:
     target = random_target(num_hidden_layers=6)
     head = api.training_objective("eagle3", target).head
-    recipe = EagleConfig(norm_before_residual=True, path="(in memory)")
+    recipe = EagleConfig(norm_before_residual=True, path="(in memory)", output_head=OutputHead.copy)
     assert api.training_objective(head, target).config == recipe
     head = api.training_objective("eagle1", target).head
     found = api.training_objective(head, target).config

@@ -132,6 +132,22 @@ def test_settings_that_a_saved_head_has_are_its_own(target: Target, tmp_path: Pa
     assert more.head.config.num_draft_tokens == 6
 
 
+def test_a_saved_output_head_goes_on_learning_unless_it_is_the_target_s(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heads.eagle.eagle.WIDE", target.hidden_size)
+    auto = {"output_head": OutputHead.auto}
+    fresh: Any = begun("eagle3", target, **auto)[0]
+    assert fresh.config.output_head is OutputHead.frozen
+    fresh.head.save(tmp_path / "same")
+    fresh.head.lm_head.weight.data[0] += 1
+    fresh.head.save(tmp_path / "other")
+    for name, start in (("same", OutputHead.frozen), ("other", OutputHead.copy)):
+        saved: Any = begun("eagle3", target, path=str(tmp_path / name), **auto)[0]
+        assert saved.config.output_head is start  # which the record keeps
+        assert saved.head.lm_head.weight.requires_grad is (start is OutputHead.copy)
+
+
 def test_layers_and_revision_reach_the_loader(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from conf.errors import InputError
 from conf.settings.eagle import EagleConfig, EagleForm, OutputHead
-from heads.eagle.eagle import EagleHead
+from heads.eagle.eagle import EagleHead, choose_output_head
 from heads.eagle.network import EagleLayer, default_layers
 from heads.layers.branch_attention import BranchCache, CausalRange, build_causal_range
 from heads.layers.documents import Documents
@@ -143,6 +143,17 @@ def test_the_output_head_starts_where_it_is_told(target: Target, start, trained,
     assert head.lm_head is not None
     assert head.lm_head.weight.requires_grad is trained
     assert head.lm_head.weight.equal(target.output_head.weight[[1, 4, 9]]) is equal
+
+
+def test_unless_told_the_output_head_of_wide_targets_is_frozen() -> None:
+    narrow, wide = (random_target(hidden_size=size, num_hidden_layers=4) for size in (736, 768))
+    assert choose_output_head(OutputHead.auto, narrow) is OutputHead.copy
+    assert choose_output_head(OutputHead.auto, wide) is OutputHead.frozen
+    assert choose_output_head(OutputHead.scratch, wide) is OutputHead.scratch
+    vocab = DraftVocab(torch.tensor([1, 4, 9]), wide.vocab_size)
+    head = EagleHead.from_settings(wide, EagleConfig(), vocab, seed=0)
+    assert head.lm_head is not None
+    assert not head.lm_head.weight.requires_grad
 
 
 def test_a_head_needs_its_own_target(target: Target) -> None:

@@ -21,7 +21,7 @@ from eval.decode.drafters.self_speculation import SelfDraft, list_skipped_layers
 from eval.decode.engine import NoDraft, decode
 from eval.measure.replay import replay_response
 from heads.decoding.tree import Tree
-from heads.eagle.eagle import EagleHead
+from heads.eagle.eagle import EagleHead, choose_output_head
 from heads.eagle.network import EagleDrafter
 from heads.export.writer import compute_reference_tensors
 from heads.kinds import load_head
@@ -284,13 +284,17 @@ def test_what_lies_behind_the_layers_besides_a_norm_is_named(tmp_path) -> None:
 # --- Output heads with a bias.
 
 
-def test_heads_start_from_the_rows_of_a_biased_output_head_but_cannot_freeze_them() -> None:
+def test_heads_start_from_the_rows_of_a_biased_output_head_but_cannot_freeze_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = made("phi")
     assert target.output_head.bias.abs().max() > 0.1
     assert torch.equal(eagle3(target).lm_head.weight, target.output_head.weight)
     message = r"output_head=frozen: .*=phi has a bias.*head=copy or scratch"
     with pytest.raises(InputError, match=message):
         eagle3(target, OutputHead.frozen)
+    monkeypatch.setattr("heads.eagle.eagle.WIDE", 1)
+    assert choose_output_head(OutputHead.auto, target) is OutputHead.copy
 
 
 def test_an_output_head_of_low_rank_keeps_the_bias() -> None:
