@@ -42,15 +42,16 @@ ANSWERS = ["max_new_tokens=160"]
 CAPTURE = ["data.max_length=512", "num_replay_prompts=0"]
 TRAIN = [
     "head=eagle3", "head.draft_vocab_size=2048", "train.batch_size=2", "train.micro_batch_size=2",
-    "train.max_steps=80", "train.save_steps=20", "train.num_replay_prompts=0",
+    "train.max_steps=160", "train.save_steps=40", "train.num_replay_prompts=0",
 ]  # fmt: skip
 EXPORT = ["format=llamacpp", "dtype=float16"]
 SPEEDUP = [
-    "max_new_tokens=64", "depth=2", "dynamic_tree.depth=2", "dynamic_tree.top_k=2",
-    "dynamic_tree.num_tokens=4", "methods=[eagle_chain,eagle_suffix,suffix]",
+    "max_new_tokens=48", "num_warmups=1", "num_repeats=1", "depth=2", "dynamic_tree.depth=2",
+    "dynamic_tree.top_k=2", "dynamic_tree.num_tokens=4",
+    "methods=[eagle_chain,eagle_suffix,suffix]",
 ]  # fmt: skip
 LLAMACPP_SPEED = {
-    "method": "draft-eagle3", "depths": [0, 1, 2, 3], "num_tokens": 32, "num_repeats": 3,
+    "method": "draft-eagle3", "depths": [0, 1, 2], "num_tokens": 32, "num_repeats": 2,
     "prompts": str(QUESTIONS),
 }  # fmt: skip
 LEAST_GAIN = 1.02
