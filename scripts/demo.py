@@ -42,7 +42,7 @@ ANSWERS = ["max_new_tokens=160"]
 CAPTURE = ["data.max_length=512", "num_replay_prompts=0"]
 TRAIN = [
     "head=eagle3", "head.draft_vocab_size=2048", "train.batch_size=2", "train.micro_batch_size=2",
-    "train.max_steps=160", "train.save_steps=40", "train.num_replay_prompts=0",
+    "train.max_steps=80", "train.save_steps=20", "train.num_replay_prompts=0",
 ]  # fmt: skip
 EXPORT = ["format=llamacpp", "dtype=float16"]
 SPEEDUP = [
@@ -51,7 +51,7 @@ SPEEDUP = [
     "methods=[eagle_chain,eagle_suffix,suffix]",
 ]  # fmt: skip
 LLAMACPP_SPEED = {
-    "method": "draft-eagle3", "depths": [0, 1, 2], "num_tokens": 32, "num_repeats": 2,
+    "method": "draft-eagle3", "depths": [0, 1, 2, 3], "num_tokens": 32, "num_repeats": 3,
     "prompts": str(QUESTIONS),
 }  # fmt: skip
 LEAST_GAIN = 1.02

@@ -54,20 +54,13 @@ class EagleObjective(StepObjective):
     """
 
     def __init__(self, head: Any, target: EmbeddingsAndOutputHead, config: Any) -> None:
+        # Settled in place, so that the head's record and its checkpoints say what was done.
+        config.output_head = settle_output_head(config, head, target)
         super().__init__(head, target, config, compute_step_weights(config))
         self.loss_logits_per_token = len(self.term_weights) * len(head.vocab.ids)
-        if config.output_head is OutputHead.auto:
-            config.output_head = self._settle_output_head()
         if config.path is not None:
             self._prepare_saved_head()
         self.description = self._describe_head()
-
-    def _settle_output_head(self) -> OutputHead:
-        """Settle whether the output head learns. That of a saved head does if it has learnt."""
-        usual = choose_output_head(OutputHead.auto, self.target)
-        if self.config.path is None or usual is not OutputHead.frozen:
-            return usual
-        return usual if self.head.keeps_target_output_head(self.target) else OutputHead.copy
 
     def _prepare_saved_head(self) -> None:
         """Check that a saved head has the recipe's form, and set whether its output head learns.
@@ -165,6 +158,19 @@ class EagleObjective(StepObjective):
         lengths = lengths.repeat_interleave(lengths, output_size=len(features)).unsqueeze(1)
         width = self.config.noise * 512 / lengths
         return features + ((torch.cat(draws) - 0.5) * width).to(features)
+
+
+def settle_output_head(config: Any, head: Any, target: EmbeddingsAndOutputHead) -> OutputHead:
+    """Settle how the output head starts, and so whether it learns.
+
+    Where settings leave it open, the output head of a saved head learns if it has learnt before.
+    """
+    if config.output_head is not OutputHead.auto:
+        return config.output_head
+    usual = choose_output_head(config.output_head, target)
+    if config.path is None or usual is not OutputHead.frozen:
+        return usual
+    return usual if head.keeps_target_output_head(target) else OutputHead.copy
 
 
 def compute_step_weights(config: UnrolledConfig) -> Tensor:

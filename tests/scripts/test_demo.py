@@ -155,7 +155,7 @@ def test_a_row_of_figures() -> None:
     assert (two.tau, two.step, two.break_even_tau) == (2, 0.04, 4)
     assert (one.speedup, two.speedup) == (0.8, 0.5)
     table = demo.build_table([plain, one, two], 2)
-    assert table.title == "llama.cpp, Q4_1, greedy, threads: 2, medians of 2"
+    assert table.title == "llama.cpp, Q4_1, greedy, threads: 2, medians of 3"
     assert table.caption == "Other load on this machine lowers all of these figures."
     assert [column.header for column in table.columns] == [
         "drafts", "tokens/s", "speed-up", "tau", "tau needed", "ms per step",
@@ -238,11 +238,11 @@ def test_the_whole_of_it_with_a_small_model(tmp_path, monkeypatch, capsys) -> No
     monkeypatch.setattr(demo, "TRAIN", [*demo.TRAIN, *changes])
     demo.main(tmp_path / "out")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "llama.cpp: all 4 texts with the head equal those without." in shown
+    assert "llama.cpp: all 6 texts with the head equal those without." in shown
     assert shown.count("Explain how a tree grows.") == 1
     assert "tau needed" in shown and "on this CPU" in shown and "eagle_suffix" in shown
     result = json.loads((tmp_path / "out/llamacpp.json").read_text())
-    assert [row["depth"] for row in result["rows"]] == [0, 1, 2]
+    assert [row["depth"] for row in result["rows"]] == [0, 1, 2, 3]
     assert all(row["num_steps"] <= row["num_tokens"] for row in result["rows"])
     plain = result["rows"][0]
     assert plain["num_steps"] == plain["num_tokens"] > 0
