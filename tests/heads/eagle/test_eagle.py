@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_training_and_decoding_read_the_same(target: Target, form: EagleForm, mo
         torch.testing.assert_close(outputs, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_hides_what_lies_before(target: Target) -> None:
+def test_a_window_hides_what_lies_before_and_is_saved(target: Target, tmp_path: Path) -> None:
     """Of 12 tokens, those whose hidden states move the output after the last one, at each depth.
 
     Later depths read the first one's output, and so what moved that.
@@ -126,6 +127,8 @@ def test_a_window_hides_what_lies_before(target: Target) -> None:
             if not torch.equal(before, after):
                 moved[depth].append(place)
     assert moved == [[7, 8, 9, 10, 11]] * 3
+    head.save(tmp_path)
+    assert EagleHead.from_folder(tmp_path, "head", None).config.window == 5
 
 
 @pytest.mark.parametrize(
