@@ -164,6 +164,11 @@ def settle_output_head(config: Any, head: Any, target: EmbeddingsAndOutputHead) 
     """Settle how the output head starts, and so whether it learns.
 
     Where settings leave it open, the output head of a saved head learns if it has learnt before.
+
+    Args:
+        config: settings `head` of the run.
+        head: the new or saved head, attached to the target.
+        target: the target whose rows an output head may hold.
     """
     if config.output_head is not OutputHead.auto:
         return config.output_head

@@ -73,21 +73,23 @@ BIAS_PROBLEM = (
     "its fusion layer has a bias (`fc.bias`), which vLLM cannot load. A head trained with "
     "head.fc_bias=false loads."
 )
-
-
-WIDE = 768
-"""Hidden size from which on `auto` freezes the output head."""
+MIN_FROZEN_SIZE = 768
+"""Hidden size of the target from which on `auto` freezes the output head."""
 
 
 def choose_output_head(start: OutputHead, target: EmbeddingsAndOutputHead) -> OutputHead:
     """Choose how a new output head starts, if settings leave it open.
 
     A frozen one was ahead at a hidden size of 896, level at 576 and behind at 256
-    (docs/results/rates.md).
+    (docs/results/rates.md). No head can freeze rows of an output head that has a bias.
+
+    Args:
+        start: the setting `head.output_head`.
+        target: the target whose rows are copied.
     """
     if start is not OutputHead.auto:
         return start
-    is_frozen = target.hidden_size >= WIDE and target.has_plain_head
+    is_frozen = target.hidden_size >= MIN_FROZEN_SIZE and target.has_plain_head
     return OutputHead.frozen if is_frozen else OutputHead.copy
 
 

@@ -135,7 +135,7 @@ def test_settings_that_a_saved_head_has_are_its_own(target: Target, tmp_path: Pa
 def test_a_saved_output_head_goes_on_learning_unless_it_is_the_target_s(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("heads.eagle.eagle.WIDE", target.hidden_size)
+    monkeypatch.setattr("heads.eagle.eagle.MIN_FROZEN_SIZE", target.hidden_size)
     auto = {"output_head": OutputHead.auto}
     fresh: Any = begun("eagle3", target, **auto)[0]
     assert fresh.config.output_head is OutputHead.frozen

@@ -293,7 +293,7 @@ def test_heads_start_from_the_rows_of_a_biased_output_head_but_cannot_freeze_the
     message = r"output_head=frozen: .*=phi has a bias.*head=copy or scratch"
     with pytest.raises(InputError, match=message):
         eagle3(target, OutputHead.frozen)
-    monkeypatch.setattr("heads.eagle.eagle.WIDE", 1)
+    monkeypatch.setattr("heads.eagle.eagle.MIN_FROZEN_SIZE", 1)
     assert choose_output_head(OutputHead.auto, target) is OutputHead.copy
 
 
