@@ -371,6 +371,7 @@ class DraftHead(nn.Module, ABC):
         folder: Path,
         provenance: dict[str, object] | None = None,
         more: Mapping[str, object] | None = None,
+        tensors: dict[str, Tensor] | None = None,
     ) -> None:
         """Write `config.json`, the weights and `headsmith.json`, all or nothing.
 
@@ -378,6 +379,8 @@ class DraftHead(nn.Module, ABC):
             folder: folder, replaced if it exists.
             provenance: content of `headsmith.json`.
             more: content of further JSON files, by name.
+            tensors: what `collect_tensors` gave at an earlier step, to write in place of the
+                present weights.
 
         Raises:
             InputError: the disk is full or not writable. An older head there stays untouched.
@@ -386,7 +389,7 @@ class DraftHead(nn.Module, ABC):
         documents: dict[str, object] = {"config.json": files.config, **(more or {})}
         if provenance is not None:
             documents[PROVENANCE] = provenance
-        write_head_folder(folder, files.weights, files.tensors, documents)
+        write_head_folder(folder, files.weights, tensors or files.tensors, documents)
 
     @final
     def collect_tensors(self) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ FOREIGN = {"eagle_export_rope_scaling"}
 # Words in code that are neither a setting, a value of one, nor a method: figures that commands
 # write, fields of rows, tensors and keys of published heads.
 NAMES = """
-    tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
+    kept tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
     captured captures truncated_turns
     target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
     conditions

@@ -50,7 +50,11 @@ from train.batch.batch import (
 )
 from train.batch.data_loader import Dataset, batch_to_device, stack_sequences
 from train.loop import command
-from train.loop.evaluation import make_heldout_replay, select_heldout_prompts
+from train.loop.evaluation import (
+    HeldoutFigures,
+    make_heldout_replay,
+    select_heldout_prompts,
+)
 from train.loop.loop import Evaluate
 from train.loop.sources import TrainingSource
 from train.loss.fused_linear import LossSums, Student, Teacher
@@ -321,12 +325,13 @@ class Medusa2Training(command.TrainingCommand):
         adapter, number = objective.head.adapter, config.train.num_eval_sequences
         loss = HeldoutLoss(target, adapter, heldout, number)
 
-        def evaluate(head: AdaptedMedusa) -> dict[str, float]:
+        def evaluate(head: AdaptedMedusa) -> HeldoutFigures:
             if not prompts:
-                return loss()
+                return HeldoutFigures(loss())
             texts = LocalAnswerSource(target)
             replay = make_heldout_replay(texts, prompts, objective.depth, head.taps)
-            return loss() | replay(head.heads)
+            # The texts change with the target: their tau says nothing of another step's.
+            return HeldoutFigures(loss() | replay(head.heads).figures)
 
         return evaluate
 

@@ -29,6 +29,15 @@ class Schedule(Enum):
     constant = "constant"
 
 
+class Keep(Enum):
+    """Step whose head a run leaves."""
+
+    best = "best"
+    """The latest step whose held-out tau is not below the best one's, by the 95% interval of their
+    difference over the held-out texts."""
+    last = "last"
+
+
 class Tracker(Enum):
     """Tracker of metrics, besides `metrics.jsonl`."""
 
@@ -86,6 +95,8 @@ class TrainConfig:
     num_replay_prompts: int = 16
     """Held-out prompts on which each evaluation replays tau, over 64 tokens of the target's own
     text each. 0: none."""
+    keep: Keep = Keep.best
+    """Step whose head lies in `head` at the end."""
     save_steps: int = 200
     """Optimizer steps between checkpoints."""
     num_checkpoints: int = 2

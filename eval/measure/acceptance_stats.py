@@ -140,7 +140,7 @@ def summarise_acceptance(
 
 def tau(prompts: Sequence[PromptSteps]) -> float:
     """Compute the mean tokens per verify pass; 1.0 without passes."""
-    return _compute_tau([(s.num_emitted, 1) for prompt in prompts for s in prompt.steps])
+    return compute_tau([(s.num_emitted, 1) for prompt in prompts for s in prompt.steps])
 
 
 def alpha(prompts: Sequence[PromptSteps], depth: int) -> list[float]:
@@ -325,8 +325,8 @@ def bootstrap_interval(
 
 def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     """Compute the 95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
-    sums = _sum_by_dialogue([prompt.build_row() for prompt in prompts])
-    return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
+    sums = sum_by_dialogue([prompt.build_row() for prompt in prompts])
+    return bootstrap_interval(sums, lambda drawn, _: compute_tau(drawn), seed)
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -397,22 +397,30 @@ def compare_tau(
     """
     for one, other in zip(first, second, strict=True):
         assert (one["dialogue"], one["turn"]) == (other["dialogue"], other["turn"])
-    pairs = list(zip(_sum_by_dialogue(first), _sum_by_dialogue(second), strict=True))
+    return compare_tau_sums(sum_by_dialogue(first), sum_by_dialogue(second), seed)
+
+
+def compare_tau_sums(
+    first: Sequence[Ratio], second: Sequence[Ratio], seed: int
+) -> tuple[float, Interval]:
+    """Compute `compare_tau` from emitted tokens and passes of each dialogue."""
+    pairs = list(zip(first, second, strict=True))
 
     def difference(drawn: Sequence[tuple[Ratio, Ratio]], _runs: object = None) -> float:
-        return _compute_tau([new for _, new in drawn]) - _compute_tau([old for old, _ in drawn])
+        return compute_tau([new for _, new in drawn]) - compute_tau([old for old, _ in drawn])
 
     return difference(pairs), bootstrap_interval(pairs, difference, seed)
 
 
-def _sum_by_dialogue(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
+def sum_by_dialogue(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
     """Sum emitted tokens and passes over each dialogue's rows of `PromptSteps.build_row`."""
     dialogues = group_by(rows, lambda row: row["dialogue"]).values()
     emitted = [[tokens for row in group for tokens in row["emitted"]] for group in dialogues]
     return [(sum(tokens), len(tokens)) for tokens in emitted]
 
 
-def _compute_tau(sums: Sequence[Ratio]) -> float:
+def compute_tau(sums: Sequence[Ratio]) -> float:
+    """Compute the mean tokens per verify pass from sums of both; 1.0 without passes."""
     num_steps = sum(passes for _, passes in sums)
     return sum(tokens for tokens, _ in sums) / num_steps if num_steps else 1.0
 

@@ -347,7 +347,9 @@ def _format_training(facts: CardFacts) -> str:
         table = build_markdown_table([["setting", "value"], *rows])
         parts.append(f"<details><summary>{len(rows)} settings</summary>\n\n{table}\n\n</details>")
     parts.append(format_template_note(provenance))
-    about = provenance.get("about_head")
+    about = list(provenance.get("about_head") or ())
+    if kept := provenance.get("kept"):
+        about.append(f"step {kept['step']} of {kept['num_steps']} was kept: {kept['why']}")
     parts.append(
         "What training said of the head:\n\n```\n" + "\n".join(about) + "\n```" if about else ""
     )

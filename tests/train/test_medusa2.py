@@ -298,7 +298,7 @@ def test_a_run_reports_the_target_and_leaves_head_and_adapter(straight: Path, in
     live = make_heldout_replay(
         LocalAnswerSource(target), select_heldout_prompts(heldout, 2), 2, head.taps
     )
-    assert last["eval/tau"] == pytest.approx(live(head)["tau"])
+    assert last["eval/tau"] == pytest.approx(live(head).figures["tau"])
     origin = json.loads((straight / "head/headsmith.json").read_text())
     assert origin["adapter"]["path"] == str(straight / "adapter")
     assert len(origin["adapter"]["sha256"]) == 64

@@ -443,6 +443,8 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
         if not outcome.evaluation:
             measured = "; its last evaluation failed, see above"
         print(f"head saved to {out_dir / 'head'}{measured}")  # noqa: T201
+        if outcome.kept["step"] < outcome.step:
+            print(f"kept: step {outcome.kept['step']}, as {outcome.kept['why']}")  # noqa: T201
     else:
         head = out_dir / loop.STOPPED
         export = {"head.path": head, "format": "ENGINE", "out_dir": f"{out_dir}-stopped"}

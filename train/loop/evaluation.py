@@ -8,11 +8,11 @@ Letters: K terms, L metrics, R ranges of positions, n answer tokens, S tokens of
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,15 @@ from data.features.store_format import HIDDEN_STATES, LAYER_PREFIX
 from data.features.store_reader import StoredDataset, dequantize_batch
 from data.prepared.packing import PackedDataset
 from eval.measure.acceptance_stats import (
+    FEWEST_DIALOGUES,
     PromptSteps,
+    Ratio,
     alpha,
+    compare_tau_sums,
+    compute_tau,
     compute_tau_interval,
     format_interval,
+    sum_by_dialogue,
     tau,
 )
 from eval.measure.engine_answers import AnswerSource
@@ -48,8 +53,23 @@ MAX_REPLAY_TOKENS = 64
 TEXT_PROMPT_TOKENS = 32
 NUM_PROMPTS, INTERVAL = "tau_prompts", ("tau_low", "tau_high")
 """Figures beside `tau`: prompts that it rests on, and its 95% interval, of two prompts or more."""
-Evaluate = Callable[[Any], dict[str, float]]
-"""Function from a head in eval mode to figures by name."""
+
+
+class HeldoutFigures(NamedTuple):
+    """Figures of a head on held-out data.
+
+    Attributes:
+        figures: figures by name.
+        texts: emitted tokens and verify passes of each replayed text, on rank 0. None where a later
+            evaluation may replay other texts.
+    """
+
+    figures: dict[str, float]
+    texts: Sequence[Ratio] = ()
+
+
+Evaluate = Callable[[Any], HeldoutFigures]
+"""Function that evaluates a head in eval mode."""
 
 
 @torch.no_grad()
@@ -59,7 +79,7 @@ def evaluate_heldout(
     heldout: Dataset,
     extra_evaluate: Evaluate | None,
     step: int,
-) -> dict[str, float]:
+) -> HeldoutFigures:
     """Evaluate on held-out data: loss and metrics per depth, also by range of positions.
 
     Args:
@@ -70,19 +90,18 @@ def evaluate_heldout(
         step: optimizer steps done.
 
     Returns:
-        Figures by name, on all processes. Empty, with a message, if the evaluation failed on any
-        process.
+        Figures on all processes. Empty, with a message, if the evaluation failed on any process.
     """
     accelerator = placement.accelerator
     shape = (len(RANGES), 2 + len(objective.metric_names), len(objective.term_weights))
     sums, failed = torch.zeros(shape, device=accelerator.device), 1.0
-    extra_figures: dict[str, float] = {}
+    extra = HeldoutFigures({})
     objective.eval()
     with placement.open_averaged_weights():
         try:
             _add_sums(sums, placement, objective, heldout)
             if accelerator.is_main_process and extra_evaluate is not None:
-                extra_figures = extra_evaluate(objective.head)
+                extra = extra_evaluate(objective.head)
             failed = 0.0
         except Exception as error:  # noqa: BLE001  what only measures ends no run
             frame = "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
@@ -96,14 +115,65 @@ def evaluate_heldout(
     packed = torch.cat([sums.new_tensor([failed]), sums.flatten()])
     packed = accelerator.reduce(packed, reduction="sum")
     if packed[0] > 0:
-        return {}
+        return HeldoutFigures({})
     sums = packed[1:].view_as(sums)
     named = compute_metrics("eval", sums.sum(0), objective.term_weights, objective)
     ranges = {name: each for name, each in zip(RANGES, sums, strict=True) if each[1].any()}
     for name, range_sums in ranges.items() if len(ranges) > 1 else ():
         means = compute_metrics(f"eval/{name}", range_sums, objective.term_weights, objective)
         named |= {key: value for key, value in means.items() if "loss" not in key}
-    return named | {f"eval/{name}": value for name, value in extra_figures.items()}
+    named |= {f"eval/{name}": value for name, value in extra.figures.items()}
+    return HeldoutFigures(named, extra.texts)
+
+
+@dataclass(frozen=True)
+class KeptHead:
+    """Choice of the step whose head a run leaves, and the evaluation to compare others with.
+
+    Attributes:
+        step: optimizer steps of the kept head.
+        figures: figures of its evaluation, by name with the prefix `eval/`.
+        why: reason, for people.
+        best_step: step of the largest tau.
+        best_texts: emitted tokens and verify passes of each held-out text at that step.
+    """
+
+    step: int
+    figures: dict[str, float]
+    why: str
+    best_step: int
+    best_texts: Sequence[Ratio]
+
+
+def choose_kept_head(kept: KeptHead | None, step: int, evaluated: HeldoutFigures) -> KeptHead:
+    """Choose between the kept head and the head of a later step.
+
+    The later step wins unless its tau is below the best so far, with a paired 95% interval below 0
+    over at least `FEWEST_DIALOGUES` texts. Every step is compared with the best, so that a slow
+    decline is noticed as well.
+
+    Args:
+        kept: earlier choice; None before the first evaluation.
+        step: optimizer steps of the later head.
+        evaluated: its figures, with replayed texts.
+    """
+    texts, figures = evaluated.texts, evaluated.figures
+    own, num_texts = compute_tau(texts), len(texts)
+    if kept is None:
+        return KeptHead(step, figures, f"its tau, {own:.3f}, is the first", step, texts)
+    change, interval = compare_tau_sums(kept.best_texts, texts, seed=0)
+    if change >= 0:
+        return KeptHead(step, figures, f"its tau, {own:.3f}, is the largest", step, texts)
+    best = f"that of step {kept.best_step}, {compute_tau(kept.best_texts):.3f}"
+    difference = f"({change:+.3f}, 95% interval {format_interval(interval, 3, ' to ')})"
+    if interval is None or num_texts < FEWEST_DIALOGUES:
+        why = f"{num_texts} texts cannot tell its tau, {own:.3f}, from {best}"
+    elif interval[1] < 0:
+        below = f"the tau of step {step}, {own:.3f}, is below {best} {difference}"
+        return replace(kept, why=below)
+    else:
+        why = f"its tau, {own:.3f}, is as good as {best} {difference}"
+    return replace(kept, step=step, figures=figures, why=why)
 
 
 def _add_sums(
@@ -198,7 +268,7 @@ class Replay:
         """Return the answers and the target's states, see `load_answers`."""
         return self.load_answers()
 
-    def __call__(self, head: DraftHead) -> dict[str, float]:
+    def __call__(self, head: DraftHead) -> HeldoutFigures:
         """Compute `tau`, its number of prompts and 95% interval, and `greedy_alpha_d1`.."""
         chain = Tree.make_chain(self.depth)
         steps: list[PromptSteps] = []
@@ -211,7 +281,8 @@ class Replay:
         if (interval := compute_tau_interval(steps, seed=0)) is not None:
             figures |= dict(zip(INTERVAL, interval, strict=True))
         rates = alpha(steps, chain.depth)
-        return figures | {f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)}
+        figures |= {f"greedy_alpha_d{d}": rate for d, rate in enumerate(rates, start=1)}
+        return HeldoutFigures(figures, sum_by_dialogue([each.build_row() for each in steps]))
 
 
 def make_heldout_replay(

@@ -7,6 +7,7 @@ loss is not finite are skipped in all further steps.
 Letters: B sequences, T tokens of one, K terms of a loss, L metrics, M micro batches of a process.
 """
 
+import json
 import math
 import os
 import shutil
@@ -14,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ from tqdm import tqdm
 
 from conf.command.clock import Stopwatch, label_part
 from conf.errors import InputError
-from conf.files import make_folder
-from conf.settings.training import LogConfig, TrainConfig
+from conf.files import load_json, make_folder, write_atomically
+from conf.settings.training import Keep, LogConfig, TrainConfig
 from heads.devices import to_device
+from heads.folders import PROVENANCE
 from train.batch.batch import NOISE_SEEDS, Batch
 from train.batch.data_loader import (
     Dataset,
@@ -38,7 +40,15 @@ from train.batch.data_loader import (
     split_micro_batches,
     stack_sequences,
 )
-from train.loop.evaluation import Evaluate, compute_metrics, evaluate_heldout, format_figures
+from train.loop.evaluation import (
+    Evaluate,
+    HeldoutFigures,
+    KeptHead,
+    choose_kept_head,
+    compute_metrics,
+    evaluate_heldout,
+    format_figures,
+)
 from train.loop.metric_logger import MetricLogger
 from train.loop.rollouts import Rollouts, Round
 from train.loop.sources import ServedSequences, WaitTimer, format_server_balance
@@ -46,7 +56,7 @@ from train.loss.fused_linear import LossSums
 from train.objective import Objective
 from train.parallel import checkpoint, processes
 from train.parallel.optimizers import compute_learning_rate, state_keys
-from train.parallel.strategies import make_strategy
+from train.parallel.strategies import copy_to_cpu, make_strategy
 
 STOPPED = "stopped/head"
 """Head of a run that was stopped, below `out_dir`, until the run has its last head."""
@@ -118,12 +128,14 @@ class Outcome:
     Attributes:
         finished: whether all steps were run; false if a signal stopped the run at `step`.
         step: optimizer steps done.
-        evaluation: figures of the last evaluation.
+        evaluation: figures of the head that the run leaves, if measured.
+        kept: record of a finished run: `step` of its head, of `num_steps`, and `why` that one.
     """
 
     finished: bool
     step: int
     evaluation: dict[str, float]
+    kept: dict[str, Any]
 
 
 def fit_head(accelerator: Accelerator, job: TrainingJob) -> Outcome:
@@ -182,6 +194,8 @@ class TrainingLoop:
         self.round = Round(job.train, 0, self.config.num_steps, job.seed)
         self.window: list[Tensor] = []
         self.evaluation: dict[str, float] = {}
+        self.kept: KeptHead | None = None
+        self._kept_tensors: dict[str, Tensor] = {}
         self._term_weights, self._rate = job.objective.term_weights, 0.0
         self._watch, self._started_tokens = Stopwatch(), 0
         self.waiting = WaitTimer()
@@ -234,6 +248,9 @@ class TrainingLoop:
         head.load_state_dict(head.state_dict() | tensors.head)  # buffers keep their values
         self.step, self.tokens = progress.step, progress.tokens
         self.skipped.numbers |= {*progress.skipped}
+        if progress.kept is not None:
+            self.kept = KeptHead(**progress.kept)
+            self._kept_tensors = {name: copy_to_cpu(t) for name, t in tensors.kept.items()}
         return tensors.state
 
     def _check_agreed(self) -> None:
@@ -274,7 +291,8 @@ class TrainingLoop:
             unit="step", dynamic_ncols=True, mininterval=0.5,
         )  # fmt: skip
         with bar:
-            if self.step == 0 and self.job.has_trained_head:
+            # The evaluation of a checkpoint's step follows the checkpoint.
+            if self._evaluates(self.step) and (self.step > 0 or self.job.has_trained_head):
                 self._run_evaluation()
             self._watch, self._started_tokens = Stopwatch(), self.tokens
             self.waiting.restart()
@@ -282,7 +300,7 @@ class TrainingLoop:
                 if self.stopping:
                     self._save_checkpoint()
                     self._save_head(STOPPED)
-                    return Outcome(False, self.step, self.evaluation)
+                    return Outcome(False, self.step, self.evaluation, {})
                 if self.step == self.round.last:
                     self.prefetcher.close()
                     self._open_round()
@@ -295,14 +313,19 @@ class TrainingLoop:
                     self._log_metrics()
                 if last or self.step % config.save_steps == 0:
                     self._save_checkpoint()
-                if not last and self.step % config.eval_steps == 0:
+                if self._evaluates(self.step):
                     self._run_evaluation()
         # The head is saved before its last evaluation, so a failure there loses nothing.
         self._save_head("head")
         if self.rank == 0:
             shutil.rmtree((self.job.out_dir / STOPPED).parent, ignore_errors=True)
         self._run_evaluation()
-        return Outcome(True, self.step, self.evaluation)
+        record = self._leave_kept_head()
+        return Outcome(True, self.step, self.evaluation, record)
+
+    def _evaluates(self, step: int) -> bool:
+        """Tell whether an evaluation follows a step before the last."""
+        return step < self.config.num_steps and step % self.config.eval_steps == 0
 
     def optimizer_step(self) -> float:
         """Run one optimizer step and return its loss. The host waits for the device once."""
@@ -507,12 +530,57 @@ class TrainingLoop:
 
     def _run_evaluation(self) -> None:
         job = self.job
-        self.evaluation = evaluate_heldout(
+        evaluated = evaluate_heldout(
             self.placement, job.objective, job.heldout, job.evaluate, self.step
         )
+        self.evaluation = evaluated.figures
         if self.evaluation:
             self._log(self.evaluation)
             self.print_on_main(f"step {self.step}: {format_figures(self.evaluation)}")
+        if self.config.keep is Keep.best:
+            self._keep_better_head(evaluated)
+
+    def _keep_better_head(self, evaluated: HeldoutFigures) -> None:
+        """Keep the head of this step in memory, unless an earlier one is better."""
+        is_last = self.step == self.config.num_steps
+        if evaluated.texts:
+            self.kept = choose_kept_head(self.kept, self.step, evaluated)
+            if self.kept.step < self.step:
+                self.print_on_main(f"the head of step {self.kept.step} stays: {self.kept.why}")
+        elif is_last:
+            self.kept = None  # nothing speaks against the last head
+        is_new = self.kept is not None and self.kept.step == self.step
+        if processes.broadcast_from_main(is_new) and not is_last:
+            with self.placement.open_averaged_weights():
+                if self.rank == 0:
+                    tensors = self.job.objective.head.collect_tensors()
+                    self._kept_tensors = {name: copy_to_cpu(t) for name, t in tensors.items()}
+
+    def _leave_kept_head(self) -> dict[str, Any]:
+        """Leave the kept head as `head`, and write into its record which step it is and why."""
+        kept, job = self.kept, self.job
+        record: dict[str, Any] = {
+            "step": self.step,
+            "num_steps": self.step,
+            "why": "train.keep=last",
+        }
+        if kept is not None:
+            record |= {"step": kept.step, "why": kept.why}
+            self.evaluation = kept.figures
+        elif self.config.keep is Keep.best:
+            record["why"] = "the last, as its evaluation gave no tau to compare"
+        with self.placement.open_whole_weights():
+            if self.rank == 0:
+                folder = job.out_dir / "head"
+                if record["step"] < self.step:
+                    provenance, tensors = job.provenance | {"kept": record}, self._kept_tensors
+                    job.objective.head.save(folder, provenance, job.head_documents, tensors)
+                else:
+                    written = load_json(folder / PROVENANCE) or {}
+                    text = json.dumps(written | {"kept": record}, indent=2)
+                    write_atomically(folder / PROVENANCE, text + "\n")
+        processes.wait_for_processes()
+        return record
 
     def _save_checkpoint(self) -> None:
         tensors = self.placement.gather_tensors()
@@ -520,10 +588,12 @@ class TrainingLoop:
             progress = checkpoint.Progress(
                 step=self.step, tokens=self.tokens,
                 run=self.job.resume_settings, skipped=sorted(self.skipped.numbers),
+                kept=None if self.kept is None else asdict(self.kept),
             )  # fmt: skip
             checkpoint.save_checkpoint(
-                self.checkpoints, tensors, progress, self.config.num_checkpoints
-            )
+                self.checkpoints, replace(tensors, kept=self._kept_tensors), progress,
+                self.config.num_checkpoints,
+            )  # fmt: skip
         processes.wait_for_processes()
 
     def _save_head(self, place: str) -> None:

@@ -58,13 +58,17 @@ class MetricLogger:
             )
 
     def drop_later_lines(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which a resumed run writes again."""
+        """Drop the lines that a run resumed at `step` writes again.
+
+        These are the lines of later steps and of evaluations after this step.
+        """
         if not self.path.exists():
             return
 
         def stays(line: str) -> bool:
             try:
-                return json.loads(line)["step"] <= step
+                written = json.loads(line)
+                return written["step"] - ("eval/loss" not in written) < step
             except (ValueError, KeyError, TypeError):  # half a line of a killed process
                 return False
 

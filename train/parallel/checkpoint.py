@@ -38,9 +38,10 @@ from train.parallel.optimizers import compute_rate_fraction
 
 _FORMAT = 2
 _FILES = ("head.safetensors", "optimizer.safetensors")
+_KEPT = "kept.safetensors"
 ONLY_WATCHED = (
     "eval_steps", "num_eval_sequences", "num_replay_prompts", "save_steps", "num_checkpoints",
-    "resume", "log_steps",
+    "resume", "log_steps", "keep",
 )  # fmt: skip
 """Settings of `train.*` that only observe or save a run."""
 SETTLED = ("num_epochs",)
@@ -74,12 +75,14 @@ class Progress:
         tokens: tokens read, padding not counted.
         run: settings by key that must not change when the run continues.
         skipped: indices of skipped sequences.
+        kept: fields of `train.loop.evaluation.KeptHead` before this step's evaluation, if any.
     """
 
     step: int
     tokens: int
     run: dict[str, Any]
     skipped: list[int] = field(default_factory=list)
+    kept: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,12 @@ class CheckpointTensors:
     Attributes:
         head: parameters by name, frozen ones too.
         state: optimizer state, by `<parameter>.<name>`.
+        kept: tensors of the kept head by their names in its file; none without `Progress.kept`.
     """
 
     head: dict[str, Tensor]
     state: dict[str, Tensor]
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -118,14 +123,16 @@ def save_checkpoint(
     final = folder / f"step-{progress.step:06d}"
 
     def fill(staging: Path) -> None:
-        for name, content in zip(_FILES, (tensors.head, tensors.state), strict=True):
+        files = dict(zip(_FILES, (tensors.head, tensors.state), strict=True))
+        files |= {_KEPT: tensors.kept} if tensors.kept else {}
+        for name, content in files.items():
             save_file(content, staging / name)
         state = {
             "format": _FORMAT,
             **asdict(progress),
             # Earlier versions read this key.
             "position": progress.step * progress.run.get("train.batch_size", 0),
-            "files": {name: _compute_file_checksum(staging / name) for name in _FILES},
+            "files": {name: _compute_file_checksum(staging / name) for name in files},
         }
         (staging / "state.json").write_text(json.dumps(state, indent=1))
 
@@ -168,7 +175,7 @@ def describe_damage(path: Path) -> str | None:
         state = json.loads((path / "state.json").read_text())
         if state["format"] != _FORMAT:
             return f"format {state['format']}, this version reads {_FORMAT}"
-        for name in _FILES:
+        for name in {*_FILES, *state["files"]}:
             if _compute_file_checksum(path / name) != state["files"][name]:
                 return f"{name} is truncated or altered"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -188,9 +195,11 @@ def load_checkpoint(path: Path) -> tuple[Progress, CheckpointTensors]:
             f"train.resume={path}: the checkpoint is damaged: {damage}; name another one"
         )
     state = json.loads((path / "state.json").read_text())
-    tensors = CheckpointTensors(*(load_file(path / name) for name in _FILES))
-    skipped = state.get("skipped", [])  # earlier versions lack the key
-    return Progress(state["step"], state["tokens"], state["run"], skipped), tensors
+    kept = state.get("kept")  # earlier versions lack these keys
+    names = _FILES if kept is None else (*_FILES, _KEPT)
+    tensors = CheckpointTensors(*(load_file(path / name) for name in names))
+    skipped = state.get("skipped", [])
+    return Progress(state["step"], state["tokens"], state["run"], skipped, kept), tensors
 
 
 def check_checkpoint_fits(

@@ -125,6 +125,11 @@ def hold_folder(state: Accelerator | PartialState, folder: Path) -> Iterator[Non
                     folder.rmdir()
 
 
+def broadcast_from_main(value: bool) -> bool:
+    """Broadcast a decision of the main process to all."""
+    return bool(utils.broadcast_object_list([value])[0])
+
+
 def end_processes(accelerator: Accelerator) -> None:
     """End the launch once all processes have come this far."""
     wait_for_processes()

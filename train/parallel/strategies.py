@@ -209,12 +209,12 @@ class ParallelStrategy:
         """
         first = self.accelerator.is_main_process
         with self.open_whole_weights():
-            head = {n: _copy_to_cpu(p) for n, p in self.head.named_parameters()} if first else {}
+            head = {n: copy_to_cpu(p) for n, p in self.head.named_parameters()} if first else {}
         state = {}
         for name, parameter, key in self._iter_optimizer_states():
             value = self._gather_optimizer_state(parameter, key)
             if first:
-                state[f"{name}.{key}"] = _copy_to_cpu(value)
+                state[f"{name}.{key}"] = copy_to_cpu(value)
         return CheckpointTensors(head, state)
 
     def restore_optimizers(self, step: int, state: dict[str, Tensor]) -> None:
@@ -376,6 +376,6 @@ def _gather_whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _copy_to_cpu(value: Tensor) -> Tensor:
-    # Copied, because safetensors refuses tensors that share memory.
+def copy_to_cpu(value: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, as safetensors refuses tensors that share memory."""
     return value.detach().to("cpu", copy=True).contiguous()

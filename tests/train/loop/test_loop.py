@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,12 @@ from toys import noisy_head, random_target
 from conf.command.environment import check_launch
 from conf.errors import InputError
 from conf.settings.target import Dtype
-from conf.settings.training import LogConfig, Schedule, Tracker, TrainConfig
+from conf.settings.training import Keep, LogConfig, Schedule, Tracker, TrainConfig
 from data.prepared.packing import PackedDataset
 from data.templates.record_encoder import Sample
 from eval import preflight_checks as refusals
 from eval.decode.engine import decode
-from eval.measure.acceptance_stats import PromptSteps, compute_tau_interval, tau
+from eval.measure.acceptance_stats import PromptSteps, compute_tau, compute_tau_interval, tau
 from eval.measure.target_answers import LocalAnswerSource
 from heads.decoding.tree import Tree
 from heads.folders import write_head_folder
@@ -36,6 +37,9 @@ from train.loop import command, evaluation, loop
 from train.loop import metric_logger as tracking
 from train.loop.evaluation import (
     MAX_REPLAY_TOKENS,
+    HeldoutFigures,
+    KeptHead,
+    choose_kept_head,
     format_figures,
     make_heldout_replay,
     select_heldout_prompts,
@@ -58,10 +62,14 @@ class ToyHead(nn.Linear):
 
     find_embeddings = find_output_heads
 
-    def save(self, folder: Path, provenance: dict, _documents: dict) -> None:
-        write_head_folder(
-            folder, "head.safetensors", self.state_dict(), {"headsmith.json": provenance}
-        )
+    def collect_tensors(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    def save(
+        self, folder: Path, provenance: dict, _documents: dict, tensors: dict | None = None
+    ) -> None:
+        tensors = tensors or self.state_dict()
+        write_head_folder(folder, "head.safetensors", tensors, {"headsmith.json": provenance})
 
 
 class ToyObjective(Objective):
@@ -149,9 +157,8 @@ def test_prompts_are_learnt_if_wanted_and_evaluations_look_at_answers(tmp_path: 
 
 def test_run_leaves_head_metrics_and_checkpoints(tmp_path: Path) -> None:
     # With nothing there, `auto` begins.
-    outcome = fit(
-        tmp_path, settings(resume="auto"), evaluate=lambda head: {"tau": 1.5, "tau_prompts": 3}
-    )
+    measured = HeldoutFigures({"tau": 1.5, "tau_prompts": 3})
+    outcome = fit(tmp_path, settings(resume="auto"), evaluate=lambda head: measured)
     assert outcome.finished
     assert outcome.evaluation["eval/tau"] == 1.5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "head", "metrics.jsonl"]
@@ -384,9 +391,141 @@ def test_the_end_names_the_prompts_of_its_tau(
         ("held.jsonl", 16.0, "16 prompts of data.eval_path"),
     ):
         figures = {"eval/tau": 1.5, "eval/tau_prompts": count}
-        command.print_end(Outcome(True, 3, figures), tmp_path, eval_path)
+        command.print_end(Outcome(True, 3, figures, {"step": 3}), tmp_path, eval_path)
         said = f"head saved to {tmp_path}/head, tau 1.50 on {prompts} (chain)\n"
         assert capsys.readouterr().out == said
+
+
+# --- The step whose head stays. One evaluation replays 8 texts of 10 passes.
+
+GOOD = [(20, 10)] * 8
+POOR = [(18, 10)] * 7 + [(20, 10)]
+"""Tokens and passes of texts: tau 2.0, and 0.175 less on seven of eight texts."""
+UNEVEN = [(10, 10), (29, 10)] * 4
+"""tau 1.95, on half of the texts more."""
+
+
+def choose(*texts: list[tuple[int, int]]) -> KeptHead:
+    kept = None
+    for step, each in enumerate(texts, start=1):
+        kept = choose_kept_head(kept, step, HeldoutFigures({"eval/tau": float(step)}, each))
+    assert kept is not None
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("texts", "step", "best_step", "why"),
+    [
+        ([GOOD], 1, 1, "its tau, 2.000, is the first"),
+        ([POOR, GOOD], 2, 2, "its tau, 2.000, is the largest"),
+        ([GOOD, GOOD], 2, 2, "its tau, 2.000, is the largest"),
+        (
+            [GOOD, UNEVEN], 2, 1,
+            "its tau, 1.950, is as good as that of step 1, 2.000 (-0.050, 95% interval "
+            "-0.762 to 0.663)",
+        ),
+        (
+            [GOOD, POOR], 1, 1,
+            "the tau of step 2, 1.825, is below that of step 1, 2.000 (-0.175, 95% interval "
+            "-0.200 to -0.125)",
+        ),
+        # After an equal step, too, the best is what later ones are compared with.
+        (
+            [GOOD, UNEVEN, POOR], 2, 1,
+            "the tau of step 3, 1.825, is below that of step 1, 2.000 (-0.175, 95% interval "
+            "-0.200 to -0.125)",
+        ),
+        (
+            [GOOD[:7], POOR[:7]], 2, 1,
+            "7 texts cannot tell its tau, 1.800, from that of step 1, 2.000",
+        ),
+    ],
+)  # fmt: skip
+def test_the_latest_step_stays_that_is_not_below_the_best(
+    texts: list, step: int, best_step: int, why: str
+) -> None:
+    kept = choose(*texts)
+    assert (kept.step, kept.best_step, kept.why) == (step, best_step, why)
+    assert kept.figures == {"eval/tau": float(step)}
+
+
+def peaks(*texts: list[tuple[int, int]]) -> Callable[[Any], HeldoutFigures]:
+    """Evaluations that replay these texts in turn; a further one fails."""
+    each = iter(texts)
+
+    def evaluate(_head: Any) -> HeldoutFigures:
+        found = next(each)
+        return HeldoutFigures({"tau": compute_tau(found), "tau_prompts": len(found)}, found)
+
+    return evaluate
+
+
+def kept_of(out_dir: Path) -> dict[str, Any]:
+    return json.loads((out_dir / "head/headsmith.json").read_text())["kept"]
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_the_head_of_a_run_that_peaks_is_that_of_the_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], decay: float | None
+) -> None:
+    """The weights of step 2, whose tau the steps 4 and 6 do not reach."""
+    config = settings(eval_steps=2, average_decay=decay, schedule=Schedule.constant, warmup_steps=1)
+    fit(tmp_path / "short", replace(config, max_steps=2))
+    outcome = fit(tmp_path / "out", config, evaluate=peaks(GOOD, POOR, POOR))
+    assert weights(tmp_path / "out") == weights(tmp_path / "short")
+    why = (
+        "the tau of step 6, 1.825, is below that of step 2, 2.000 (-0.175, 95% interval "
+        "-0.200 to -0.125)"
+    )
+    assert kept_of(tmp_path / "out") == {"step": 2, "num_steps": 6, "why": why} == outcome.kept
+    assert outcome.evaluation["eval/tau"] == 2.0
+    command.print_end(outcome, tmp_path, None)
+    said = capsys.readouterr().out
+    assert "the head of step 2 stays: the tau of step 4, 1.825, is below" in said
+    assert said.endswith(f"\nkept: step 2, as {why}\n")
+
+
+def test_a_run_that_goes_on_leaves_the_same_head(tmp_path: Path) -> None:
+    """From the checkpoint of step 4, which its evaluation follows; a run that ended kept step 2."""
+    config = settings(eval_steps=2, num_checkpoints=9)
+    fit(tmp_path / "out", config, evaluate=peaks(GOOD, POOR, POOR))
+    saved = tmp_path / "out/checkpoints/step-000004"
+    again = tmp_path / "again"
+    fit(again, replace(config, resume=str(saved)), evaluate=peaks(POOR, POOR))
+    assert weights(again) == weights(tmp_path / "out")
+    assert kept_of(again) == kept_of(tmp_path / "out")
+    again = tmp_path / "best"
+    fit(again, replace(config, resume=str(saved)), evaluate=peaks(POOR, GOOD))
+    assert (kept_of(again)["step"], kept_of(again)["why"]) == (6, "its tau, 2.000, is the largest")
+    fit(tmp_path / "out", replace(config, resume=str(saved)), evaluate=peaks(POOR, POOR))
+    evaluated = [line["step"] for line in lines(tmp_path / "out") if "eval/loss" in line]
+    assert evaluated == [2, 4, 6]
+
+
+def test_a_head_that_training_makes_worse_stays_as_it_was(tmp_path: Path) -> None:
+    objective = ToyObjective()
+    before = objective.head.weight.flatten().tolist()
+    evaluate = peaks(GOOD, POOR, POOR)
+    fit(tmp_path, settings(), objective=objective, has_trained_head=True, evaluate=evaluate)
+    assert (kept_of(tmp_path)["step"], weights(tmp_path)["weight"]) == (0, before)
+
+
+@pytest.mark.parametrize(
+    ("keep", "evaluate", "why"),
+    [
+        (Keep.last, peaks(GOOD, POOR), "train.keep=last"),
+        # No texts, and an evaluation that fails at the end.
+        (Keep.best, peaks([], []), "the last, as its evaluation gave no tau to compare"),
+        (Keep.best, peaks(GOOD), "the last, as its evaluation gave no tau to compare"),
+    ],
+)
+def test_the_last_head_stays_if_asked_or_not_compared(
+    tmp_path: Path, keep: Keep, evaluate: Any, why: str
+) -> None:
+    fit(tmp_path / "straight", settings())
+    outcome = fit(tmp_path / "out", settings(keep=keep), evaluate=evaluate)
+    assert weights(tmp_path / "out") == weights(tmp_path / "straight")
+    assert kept_of(tmp_path / "out") == {"step": 6, "num_steps": 6, "why": why} == outcome.kept
 
 
 def test_who_ends_the_program_in_an_evaluation_ends_it(tmp_path: Path) -> None:
@@ -525,13 +664,14 @@ def test_the_replayed_tau_is_that_of_decoding(capsys: pytest.CaptureFixture[str]
     target = random_target()
     head = noisy_head(target)
     prompts = [[5, 17, 40, 8], [61, 23, 77]]
-    replayed = make_heldout_replay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
+    replayed, texts = make_heldout_replay(LocalAnswerSource(target), prompts, 3, head.taps)(head)
     steps = [
         decode(target, MedusaDrafter(head, Tree.make_chain(3)), prompt, MAX_REPLAY_TOKENS).steps
         for prompt in prompts
     ]
     prompts_steps = [PromptSteps("all", each, dialogue=n) for n, each in enumerate(steps)]
     assert replayed["tau"] == tau(prompts_steps)
+    assert texts == [(sum(s.num_emitted for s in each), len(each)) for each in steps]
     assert replayed["tau_prompts"] == 2
     assert (replayed["tau_low"], replayed["tau_high"]) == compute_tau_interval(prompts_steps, 0)
     depths = {"greedy_alpha_d1", "greedy_alpha_d2", "greedy_alpha_d3"}
@@ -563,5 +703,5 @@ def test_training_the_head_does_not_change_the_answers() -> None:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
-    assert replay(head)["tau"] == 1.0  # drafts nothing but token 0
+    assert replay(head).figures["tau"] == 1.0  # drafts nothing but token 0
     assert replay.answers[0][0] is first

@@ -172,7 +172,7 @@ def fitted(config: MedusaRun, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
 
     def fit(_accelerator: object, job: TrainingJob) -> Outcome:
         jobs.append(job)
-        return Outcome(True, 0, {})
+        return Outcome(True, 0, {}, {"step": 0})
 
     def build(_self: Any, _config: Any, target: Any, _train: Any) -> tuple[Any, list[str]]:
         class Two(Objective):
@@ -287,7 +287,7 @@ def test_losses_from_a_store_are_those_with_the_target(
     ends = load_embeddings_and_head(opened, CPU)
     head = load_head(str(tmp_path / "from-top-k/head")).attach(ends).eval()
     replay = make_stored_replay(ends, opened.replay, 1, 7, head.taps)
-    assert tau == pytest.approx(replay(head)["tau"])
+    assert tau == pytest.approx(replay(head).figures["tau"])
 
 
 @pytest.mark.parametrize(

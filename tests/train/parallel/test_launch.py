@@ -218,6 +218,22 @@ def test_an_evaluation_that_fails_in_one_process_stops_none(
         torch.testing.assert_close(weights(tmp_path / "out")[name], expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero3"])
+def test_the_head_of_the_best_step_stays_in_every_layout(
+    straight: Straight, inputs: Path, tmp_path: Path, layout: str
+) -> None:
+    more = ["train.optimizer=adamw"] if layout == "zero3" else []
+    words = with_fault("peaking", arguments(inputs, tmp_path / "out", *more))
+    said = trained([*launched(layout), *words], tmp_path)
+    assert "kept: step 6, as the tau of step 12, 1.000, is below that of step 6, 2.000" in said
+    best = load_file(straight("medusa", *more) / "checkpoints/step-000006/head.safetensors")
+    found = weights(tmp_path / "out")
+    assert sorted(t.sum().item() for t in found.values()) == pytest.approx(
+        sorted(t.sum().item() for t in best.values()), abs=1e-4
+    )
+
+
 SAME_FOR = {"medusa": 12, "eagle3": 12, "eagle3, bfloat16": 6}
 """Steps after which optimizer states are the same too; later bfloat16 is, a few bits at a time."""
 LAYOUTS = {

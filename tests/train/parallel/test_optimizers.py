@@ -13,6 +13,7 @@ from conf.settings.training import Optimizer, Schedule, TrainConfig
 from heads.devices import Processor, warn_if_slow
 from tests.train.loop.test_loop import ToyObjective, fit, settings, weights
 from tests.train.loop.test_memory import eagle, medusa
+from train.loop.evaluation import HeldoutFigures
 from train.objective import Objective
 from train.parallel import processes
 from train.parallel.optimizers import (
@@ -148,9 +149,9 @@ def test_the_average_is_what_is_evaluated_and_saved(tmp_path: Path) -> None:
         average = decay * average + (1 - decay) * after
     shown: list[list[float]] = []
 
-    def evaluate(head: nn.Linear) -> dict[str, float]:
+    def evaluate(head: nn.Linear) -> HeldoutFigures:
         shown.append(head.weight.flatten().tolist())
-        return {}
+        return HeldoutFigures({})
 
     config = settings(
         max_steps=3, warmup_steps=0, schedule=Schedule.constant, average_decay=0.5
