@@ -217,9 +217,15 @@ class DSparkHead(BlockHead):
     def find_export_problem(self, engine: ExportFormat) -> str | None:
         """See `BlockHead.find_export_problem`.
 
-        vLLM and llama.cpp always build the vanilla Markov head.
+        vLLM and llama.cpp always build the vanilla Markov head. From a config of speculators, vLLM
+        takes `sliding_window_non_causal` over for DFlash alone, and a window makes rows causal.
         """
-        markov = self.config.markov_head_type
+        config, markov = self.config, self.config.markov_head_type
+        if engine is ExportFormat.speculators and config.window is not None and not config.causal:
+            return (
+                "has no key by which vLLM lets rows of a DSpark head with a window see later rows, "
+                "and this head has head.causal=false"
+            )
         vanilla_only = (ExportFormat.vllm, ExportFormat.llamacpp)
         if engine in vanilla_only and markov is not Markov.vanilla:
             return f"supports head.markov_head_type=vanilla only, and this head has {markov.value}"

@@ -1,9 +1,10 @@
 """Block drafters per engine: support, tensors, `config.json` and serve command.
 
-Read from the loaders: vLLM 0.32 `models/qwen3_{dflash,dspark}.py` and `configs/speculators/`;
-SGLang 0.5 `models/{dflash,dspark}.py`; speculators 0.9 `models/{dflash,dflash2,dspark}`;
-z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`; llama.cpp b11434
-`src/models/dflash.cpp`. All but speculators read the authors' layout, in which heads are saved.
+Read from the loaders: vLLM 0.33 `models/qwen3_{dflash,dspark}.py` and `configs/speculators/`;
+SGLang 0.5.23 `models/{dflash,dspark}.py`, `speculative/dflash_utils.py`; speculators 0.9
+`models/{dflash,dflash2,dspark}`; z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`;
+llama.cpp b11434 `src/models/dflash.cpp`. All but speculators read the authors' layout, in which
+heads are saved.
 
 GGUF files have llama.cpp's architecture `dflash`. Rows of queries and keys keep their order, layers
 count as here, and `d2t` holds ids. Kinds beyond DFlash are recognised by keys and tensors.
@@ -139,10 +140,10 @@ def find_export_problem(head: Any, engine: ExportFormat) -> str | None:
     if engine is ExportFormat.llamacpp:
         return _find_llamacpp_problem(head)
     if engine not in (ExportFormat.sglang, ExportFormat.original):
-        return f"has no layout for {head.title} in this version"
+        return f"loads {head.title} in its main branch alone, for which there is no export"
     if head.lm_head is not None or head.embed_tokens is not None:
         return "drafts with the target's embedding and output head, and this head has its own"
-    limited = config.causal or config.window is not None
+    limited = engine is ExportFormat.original and (config.causal or config.window is not None)
     return "lets rows see all of the text and of their block" if limited else None
 
 
@@ -173,6 +174,9 @@ def build_engine_files(head: Any, engine: ExportFormat, layout: BlockLayout) -> 
         added[OUTPUT_HEAD] = head.target.output_head.weight.to(head.dtype, copy=True)
     files, dtype = head.build_files(), format_dtype(head)
     settings = files.config | {"dtype": dtype, "torch_dtype": dtype}
+    if engine is ExportFormat.sglang:
+        # Its name for `causal` of `dflash_config`, which it does not read.
+        settings |= build_causal_key(head.config, "is_causal")
     if engine is ExportFormat.speculators:
         settings = _build_speculators_config(head, settings, layout)
     layers = list(head.config.layers)

@@ -1,8 +1,8 @@
 """Layouts of EAGLE heads that serving engines load, and the heads that each can serve.
 
 Read from the loaders:
-- vLLM 0.32 `models/{llama_eagle,llama_eagle3}.py`, `configs/speculators/`;
-- SGLang `models/{llama_eagle,llama_eagle3,llama}.py` (2026), `model_runner.py`;
+- vLLM 0.33 `models/{llama_eagle,llama_eagle3}.py`, `configs/speculators/`;
+- SGLang 0.5.23 `models/{llama_eagle,llama_eagle3,llama}.py`, `speculative/eagle_utils.py`;
 - TensorRT-LLM `_torch/models/modeling_speculative.py`, `llm_args.py` (1.3);
 - speculators 0.9 `models/eagle3/{config,core}.py`;
 - SafeAILab/EAGLE `model/{cnets,cnets1,configs,ea_model}.py`;
@@ -148,7 +148,7 @@ LAYOUTS: dict[ExportFormat, dict[EagleForm, EagleLayout]] = {
         # `fc` could have a bias, but its key gives the attention one as well.
         EagleForm.eagle3: EagleLayout(
             "LlamaForCausalLMEagle3",
-            ("fc_norm", "norm_output"),
+            ("fc_norm", "norm_before_fc", "norm_output"),
             layer_offset=-1,
             min_layers=2,
             prefers_own_embedding=False,

@@ -2,8 +2,8 @@
 
 Names, keys and defaults are those of the serving engines.
 
-Sources, read November 2026: vLLM 0.32 `models/qwen3_dflash.py`, `models/qwen3_dspark.py`,
-`configs/speculators/`; SGLang 0.5 `models/dflash.py`; z-lab/dflash `model.py`.
+Sources, read November 2026: vLLM 0.33 `models/qwen3_dflash.py`, `models/qwen3_dspark.py`,
+`configs/speculators/`; SGLang 0.5.23 `models/dflash.py`; z-lab/dflash `model.py`.
 
 Letters: S rows of a text, s of them before a block, R rows of a block, D slots, H hidden, G groups
 of channels, V vocabulary, W drafted ids, r compared ids or, for a selector or a Markov head, rank.
@@ -287,18 +287,22 @@ class BlockConfigReader(ConfigReader):
         Raises:
             InputError: the key is missing, or concerns layers that see all of the text.
         """
-        key = "is_causal" if self.is_dspark else "causal"
+        key, place = "causal", self.block
+        if self.is_dspark or self.export.format == "sglang":
+            key, place = "is_causal", self.root
         if self.is_speculators:
             key = "sliding_window_non_causal"
             is_non_causal = self.root.require_key(key, bool, GUESSES)
             if not is_non_causal and (window is None or full):
                 raise self.root.make_error(key, "true, as some of its layers see all of the text")
+            if is_non_causal and window is not None and self.is_dspark:
+                raise self.root.make_error(key, "false: it drops the key, and a window is causal")
             return not is_non_causal
         if not full:
-            return self.block.require_key(key, bool, "takes it from layer_types")
-        self.block.check_allowed(key, False)
+            return place.require_key(key, bool, "takes it from layer_types")
+        place.check_allowed(key, False)
         # Without the key, engines read layer_types.
-        return key not in self.block.values
+        return key not in place.values
 
 
 class ServedBlocks(ServedLayers):

@@ -2,8 +2,8 @@
 
 Names, keys, defaults and the numbers of layers are those of the serving engines.
 
-Sources, read November 2026: vLLM 0.32 `model_executor/models/llama_eagle.py`, `llama_eagle3.py`,
-`qwen3_eagle3.py`, `v1/worker/gpu_model_runner.py`; SGLang `srt/models/llama_eagle.py`,
+Sources, read November 2026: vLLM 0.33 `model_executor/models/llama_eagle.py`, `llama_eagle3.py`,
+`qwen3_eagle3.py`, `v1/worker/gpu_model_runner.py`; SGLang 0.5.23 `srt/models/llama_eagle.py`,
 `llama_eagle3.py`; TensorRT-LLM `_torch/models/modeling_speculative.py`; speculators 0.9
 `models/eagle3`; SafeAILab/EAGLE `eagle/model/cnets.py` (EAGLE-3) and `cnets1.py` (EAGLE-1).
 
@@ -120,7 +120,7 @@ CONVENTIONS = {
     ),
     # `fc` follows the key `bias`, but so does a bias of the attention's output.
     ("sglang", "eagle3"): EngineConventions(
-        "SGLang", ("LlamaForCausalLMEagle3",), flags=("norm_output", "fc_norm"),
+        "SGLang", ("LlamaForCausalLMEagle3",), flags=("norm_output", "fc_norm", "norm_before_fc"),
         layers="outputs", random_head=True, takes_target_embedding=True,
     ),
     # `EAGLE3` is put before the name, without an `Eagle3` at its end.
@@ -365,7 +365,7 @@ class EagleConfigReader(ConfigReader):
             if value:
                 on.add(flag)
         self._eagle.check_allowed("return_hidden_post_norm", "norm_output" in on)
-        if {"fc_norm", "norm_before_fc"} <= on and self.export.format != "vllm":
+        if {"fc_norm", "norm_before_fc"} <= on and self.export.format not in ("vllm", "sglang"):
             raise root.make_error("fc_norm", "one of fc_norm and norm_before_fc, not both")
         return frozenset(on)
 

@@ -139,7 +139,9 @@ FAULTS: dict[tuple[str, str], list[tuple[str, list[Fault]]]] = {
         ("num_aux_hidden_states is 4", [key("num_aux_hidden_states", to=4)]),
         ("leaves fc out", [both(ids(3), key("num_aux_hidden_states", to=1))]),
         ("norm_before_residual is True", [key("norm_before_residual", to=True)]),
-        ("norm_before_fc is True", [key("norm_before_fc", to=True)]),
+        (r"missing tensors: \['input_norm.weight'\]", [
+            both(key("norm_before_fc", to=True), key(INNER, "norm_before_fc", to=True)),
+        ]),
         ("null makes it drop", [key("draft_vocab_size", to=None)]),
         ("tie_word_embeddings", [key("tie_word_embeddings", to=True)]),
         ("attention_bias is True", [key("attention_bias", to=True)]),
@@ -223,6 +225,16 @@ FAULTS: dict[tuple[str, str], list[tuple[str, list[Fault]]]] = {
         ("needs 'vanilla'", [key("markov_head_type", to="gated")]),
     ],
     ("dspark, gated", "sglang"): [("does not read", [key("markov_head_type", to="vanilla")])],
+    ("dspark, in a window", "speculators"): [
+        ("it drops the key", [key("sliding_window_non_causal", to=True)]),
+    ],
+    ("dflash, causal in a window", "sglang"): [
+        ("is_causal is absent", [key("is_causal")]),
+        (LOGITS, [key("is_causal", to=False)]),
+    ],
+    ("eagle3, norm before fc", "sglang"): [
+        ("norm_before_fc is absent", [both(key("norm_before_fc"), key(INNER, "norm_before_fc"))]),
+    ],
     ("dflash2, nine", "vllm"): [
         ("conv_kernel_size is absent", [key(BLOCK, "conv_kernel_size")]),
         ("causal is True: vLLM needs False", [key(BLOCK, "causal", to=True)]),

@@ -67,9 +67,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
      "speculators has no place for a norm per feature (fc_norm)"),
     ("vllm", "dspark", {"markov_head_type": Markov.rnn},
      "vLLM supports head.markov_head_type=vanilla only, and this head has rnn"),
+    ("speculators", "dspark", {"window": 4},
+     "speculators has no key by which vLLM lets rows of a DSpark head with a window see later "
+     "rows, and this head has head.causal=false; allowed for this head: vllm, sglang, llamacpp"),
     ("trtllm", "dflash", {},
-     "TensorRT-LLM has no layout for DFlash heads in this version; allowed for this head: vllm, "
-     "sglang, speculators, original, llamacpp"),
+     "TensorRT-LLM loads DFlash heads in its main branch alone, for which there is no export; "
+     "allowed for this head: vllm, sglang, speculators, original, llamacpp"),
     ("llamacpp", "medusa", {},
      "llama.cpp loads no Medusa heads; allowed for this head: vllm, trtllm, original; it serves "
      "heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py and dspark.py"),
