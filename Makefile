@@ -68,7 +68,8 @@ compare: setup  ## does this checkout behave as the earlier one of BASE=FOLDER d
 	$(BIN)/python -c "$$site" > "$$($(@D)/bin/python -c "$$site")/headsmith.pth"
 	touch $@
 
-test-engines: setup .venv-vllm/.done .venv-llamacpp/.done .venv-speculators/.done .venv-modelopt/.done  ## against vLLM, llama.cpp, speculators and modelopt, on a CPU
+test-engines: setup .venv-vllm/.done .venv-llamacpp/.done .venv-speculators/.done .venv-modelopt/.done .vllm-wheel/.done  ## against vLLM, llama.cpp, speculators and modelopt, on a CPU
+	HEADSMITH_VLLM_WHEEL="$$(echo .vllm-wheel/*.whl)" \
 	HEADSMITH_VLLM_PYTHON=.venv-vllm/bin/python \
 	HEADSMITH_LLAMACPP_PYTHON=.venv-llamacpp/bin/python \
 	HEADSMITH_SPECULATORS_PYTHON=.venv-speculators/bin/python \
@@ -88,6 +89,13 @@ test-engines: setup .venv-vllm/.done .venv-llamacpp/.done .venv-speculators/.don
 	$(PIP) 'torch==$(TORCH)' $(PACKAGES)
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(if $(INTERPRETED),$(PIP) --no-deps --target $(@D)/triton $(INTERPRETED))
+	touch $@
+
+# Of the newest vLLM, the files that are read: 336 MB, of which no build runs on a CPU.
+.vllm-wheel/.done: Makefile
+	rm -rf $(@D)
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	    --platform manylinux_2_28_x86_64 -d $(@D) vllm==0.33.0
 	touch $@
 
 # llama.cpp's server, built for CPUs; it needs no other package.
@@ -146,4 +154,4 @@ test-gpu: $(GPU_PATH)/.done  ## checks and figures of a GPU, each kept as soon a
 	    --seconds $(GPU_SECONDS) $(foreach half,$(wildcard .gpu-model-?),--carried $(half))
 
 clean:  ## remove the environments and caches, keep outputs
-	rm -rf .venv .venv-mutants .mutants .venv-vllm .venv-llamacpp .venv-speculators .venv-modelopt .gpu-packages .gpu-model-0 .gpu-model-1 wheels .pytest_cache .ruff_cache
+	rm -rf .venv .venv-mutants .mutants .venv-vllm .vllm-wheel .venv-llamacpp .venv-speculators .venv-modelopt .gpu-packages .gpu-model-0 .gpu-model-1 wheels .pytest_cache .ruff_cache

@@ -29,6 +29,18 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 
+def pytest_report_header() -> list[str]:
+    """The versions of `make test-engines`."""
+    if not any(
+        name.startswith("HEADSMITH_") and name.endswith(("_PYTHON", "_WHEEL"))
+        for name in os.environ
+    ):
+        return []
+    from environments import list_engines
+
+    return [f"engines: {', '.join(list_engines())}"]
+
+
 def pytest_collection_finish() -> None:
     """Search for garbage seldom, and never in what was imported, which is much."""
     gc.freeze()

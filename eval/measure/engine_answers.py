@@ -253,7 +253,7 @@ def probe_engine(
         if not share <= MOST_SHARE:
             raise InputError(
                 f"{server.endpoint}: the states of a text change when {WORDS[name]}: {share:.1%} "
-                f"apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.26 or newer"
+                f"apart (allowed: {MOST_SHARE:.0%}); use vLLM 0.32 or newer"
             )
     return figures | alike
 

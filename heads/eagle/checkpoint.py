@@ -6,7 +6,7 @@ Checkpoints have many layouts. The layer is `layers.0.` (EAGLE-1, speculators) o
 (vLLM's first converter).
 
 Sources: the writers SafeAILab/EAGLE, SpecForge, vllm-project/speculators and NeMo Automodel; the
-readers of vLLM 0.30 and SGLang. Letters: H hidden, V vocabulary, W draft vocabulary.
+readers of vLLM 0.33 and SGLang. Letters: H hidden, V vocabulary, W draft vocabulary.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,9 +8,9 @@ The reference values are hidden states, logits, and further inputs of a reader, 
 the head from the exported files and compare. All arithmetic is float32 on the CPU, whatever the
 dtype of the head.
 
-Sources of the start commands: vLLM 0.32 `config/speculative.py`; SGLang `server_args.py`;
-TensorRT-LLM 1.3 `llm_args.py`, and `examples/medusa/README.md` up to 1.1;
-SafeAILab/EAGLE and FasterDecoding/Medusa.
+Sources of the start commands: vLLM 0.33 `config/speculative.py`; SGLang 0.5.23
+`srt/arg_groups/fields/spec.py`; TensorRT-LLM 1.3 `llm_args.py`, and of 1.1
+`examples/medusa/README.md`; SafeAILab/EAGLE and FasterDecoding/Medusa.
 
 Letters: S rows, D depths (of Medusa: its heads), L target layers, F target hidden, H hidden, V
 vocabulary, R ids whose logits are kept.
@@ -37,6 +37,7 @@ from heads.export.gguf import (
     weights_name,
     write_gguf,
 )
+from heads.export.versions import LOADER_VERSIONS
 from heads.folders import PROVENANCE, write_folder
 from heads.target_model.architecture import find_max_positions
 from heads.target_model.decoder import extract_hidden_state
@@ -51,15 +52,6 @@ ENGINE_NAMES = {
     ExportFormat.original: "the authors' code",
     ExportFormat.llamacpp: "llama.cpp",
 }
-LOADER_VERSIONS = {
-    ExportFormat.vllm: "vLLM 0.32",
-    ExportFormat.sglang: "SGLang of 2026 (for EAGLE-3.1, a version with `fc_norm`)",
-    ExportFormat.trtllm: "TensorRT-LLM 1.3 (Medusa: TensorRT engines, up to 1.1)",
-    ExportFormat.speculators: "speculators 0.9 and vLLM 0.32",
-    ExportFormat.original: "SafeAILab/EAGLE and FasterDecoding/Medusa of 2025",
-    ExportFormat.llamacpp: "llama.cpp b11434",
-}
-"""Engine versions whose loaders were read."""
 LLAMACPP_HEADS = (
     "it serves heads of train/eagle.py with head=eagle3, and of train/dflash.py, dflash2.py "
     "and dspark.py"

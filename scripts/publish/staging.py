@@ -20,7 +20,7 @@ from conf.settings.export import ExportDtype, ExportFormat
 from eval.parity.parity_check import check_parity
 from heads.draft_head import DraftHead
 from heads.export.gguf import GgufFile
-from heads.export.writer import LOADER_VERSIONS
+from heads.export.versions import LOADER_VERSIONS
 from heads.folders import PROVENANCE, list_tensor_names, load_export_record
 from heads.kinds import load_head
 from scripts.publish.model_card import ExportFacts

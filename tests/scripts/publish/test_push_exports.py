@@ -87,7 +87,7 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
     for text in (
         "Engines only look for weights in a repository's root, so download its folder first.",
         "| format | where | loaders read | parity |",
-        "| vllm | `me/toy-eagle3/vllm` | vLLM 0.32 | max \\|difference\\| ",
+        "| vllm | `me/toy-eagle3/vllm` | vLLM 0.33.0 and 0.32.0 | max \\|difference\\| ",
         "hf download me/toy-eagle3 --include 'vllm/*' --local-dir toy-eagle3\n"
         "vllm serve me/llama --speculative-config '"
         '{"method": "eagle3", "model": "toy-eagle3/vllm", "num_speculative_tokens": ',
@@ -154,7 +154,7 @@ def test_llamacpp_fetches_its_file_from_the_root_of_a_repository(
     assert {file for file in files if file.startswith(place)} - {".gitattributes"} == held
     card = files["README.md"].decode()
     serve = "--spec-type draft-eagle3 --spec-draft-n-max 5 --metrics"
-    assert "llama.cpp b11434" in card
+    assert "llama.cpp b11549 and b11434" in card
     if apart:
         assert f"llama-server -m llama.gguf -hfd {repo} {serve}" in card
     else:
