@@ -278,6 +278,20 @@ def _compute_means(count: str, texts: Sequence[PassCounts]) -> dict[str, float |
     return dict(zip(MEANS, map(average_ratios, groups), strict=True))
 
 
+def compute_length_interval(texts: Sequence[PassCounts], count: str, seed: int) -> Interval:
+    """Compute the 95% bootstrap interval of a pooled acceptance length over dialogues.
+
+    Args:
+        texts: sums of each text.
+        count: key of `LENGTH_DEFINITIONS`.
+        seed: seed of the resampling.
+    """
+    dialogues = group_by(texts, lambda text: text.dialogue).values()
+    ratios = [[text.ratios[count] for text in dialogue] for dialogue in dialogues]
+    sums = [(sum(a for a, _ in group), sum(b for _, b in group)) for group in ratios]
+    return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
+
+
 def print_acceptance_lengths(
     lengths: dict[str, dict[str, float | None]], console: Console, whose: str = "the chain"
 ) -> None:

@@ -18,9 +18,8 @@ from eval.decode.engine import count_common_prefix
 from eval.measure.acceptance_stats import (
     LENGTH_DEFINITIONS,
     PassCounts,
-    bootstrap_interval,
     compute_acceptance_lengths,
-    group_by,
+    compute_length_interval,
 )
 from eval.measure.measurement import Measurement
 from eval.measure.prompts import Prompt
@@ -235,17 +234,9 @@ def summarise_counts(
     ]
     counted = ["drafts"] if server.within else list(LENGTH_DEFINITIONS)
     lengths, total = compute_acceptance_lengths(passes), DraftCounts.from_texts(texts, server.depth)
-    dialogues = group_by(passes, lambda each: each.dialogue).values()
-
-    def compute_length(drawn: Sequence[Sequence[PassCounts]], _runs: object) -> float:
-        """Compute 1 + accepted / drafts over dialogues that were drawn."""
-        counts = [(text.num_accepted, text.num_drafts) for each in drawn for text in each]
-        accepted, drafts = map(sum, zip(*counts, strict=True))
-        return 1 + accepted / max(1, drafts)
-
     return {
         "acceptance_length": {count: lengths[count] for count in counted},
-        "per_draft_ci95": bootstrap_interval(list(dialogues), compute_length, seed),
+        "per_draft_ci95": compute_length_interval(passes, "drafts", seed),
         "per_position": [count / max(1, total.drafts) for count in total.accepted],
         "num_drafts": total.drafts,
         "num_drafted": total.proposed,
