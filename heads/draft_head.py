@@ -104,6 +104,24 @@ class ExportPlan:
 
 
 @dataclass(frozen=True)
+class EngineAdvice:
+    """What measurements of a head say that an engine should draft.
+
+    Attributes:
+        num_tokens: draft tokens per pass.
+        reason: why so many, in whole sentences.
+        schedule: vLLM's ranges of requests in flight, each its first, its last and the draft tokens
+            per pass; empty drafts `num_tokens` at any load.
+        profile: content of the file `PROFILE`; None without a measurement.
+    """
+
+    num_tokens: int
+    reason: str
+    schedule: list[list[int]] = field(default_factory=list)
+    profile: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class ReferenceLogits:
     """Reference logits of a head.
 
@@ -176,6 +194,7 @@ class DraftHead(nn.Module, ABC):
             and an attached head with the same weights under that setting, the likeliest first.
         pruning_hint: which heads of this kind can be pruned, for the message of the others.
         vllm_settings: further speculation settings of vLLM.
+        advice: what an engine should draft; None leaves the default.
     """
 
     config: Any
@@ -194,6 +213,7 @@ class DraftHead(nn.Module, ABC):
     ambiguities: ClassVar[tuple[Callable[[Any], Iterator[tuple[str, Any]]], ...]] = ()
     pruning_hint: ClassVar[str] = "none of this kind"
     vllm_settings: ClassVar[dict[str, bool]] = {}
+    advice: EngineAdvice | None = None
 
     def __init__(self, config: Any, vocab: DraftVocab) -> None:
         super().__init__()
@@ -316,10 +336,8 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def build_card_facts(
-        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
-        """Build the facts of the head's model card from the records of training and measurement."""
+    def build_card_facts(self, provenance: dict[str, Any]) -> HeadFacts:
+        """Build the facts of the head's model card from the record of its training."""
 
     # The same for every head.
 
@@ -347,6 +365,11 @@ class DraftHead(nn.Module, ABC):
     def default_depth(self) -> int:
         """Return the default number of draft tokens of a chain."""
         return self.max_draft_tokens or USUAL_DEPTH
+
+    @property
+    def num_engine_tokens(self) -> int:
+        """Return the number of draft tokens per pass that an engine is told to draft."""
+        return self.default_depth if self.advice is None else self.advice.num_tokens
 
     @property
     def max_chain_depth(self) -> int:

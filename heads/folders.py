@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROVENANCE = "headsmith.json"
 """File beside a head that records how it was made."""
+PROFILE = "speculation_profile.json"
+"""File beside a head that says how much was accepted, with Model-Optimizer's keys."""
 SECONDS_TO_CONNECT = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
 INDEX = "model.safetensors.index.json"

@@ -290,11 +290,8 @@ class MedusaHead(DraftHead):
         logits = torch.stack(each)
         return ReferenceLogits(logits, {"logsumexp": logits.logsumexp(-1)})
 
-    def build_card_facts(
-        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
+    def build_card_facts(self, provenance: dict[str, Any]) -> HeadFacts:
         """Collect the facts of the model card; of Medusa-2 if an adapter was trained too."""
-        del acceptance
         config = self.config
         return HeadFacts(
             tag="medusa",
@@ -306,7 +303,7 @@ class MedusaHead(DraftHead):
                 f"block{'s' if config.num_layers > 1 else ''} (hidden size {config.hidden_size}, "
                 f"{self.vocab.describe_size()}). Head k drafts the token k + 1 positions ahead"
             ),
-            num_draft_tokens=config.num_heads,
+            num_draft_tokens=self.num_engine_tokens,
             vllm_method="medusa" if self.vocab.is_full else None,
             vllm_problem=TOKEN_MAP_PROBLEM,
             copied=["output layers that started as copies of its own"],

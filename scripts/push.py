@@ -17,7 +17,7 @@ from conf.command.run_record import collect_changed_settings, print_next_command
 from conf.errors import InputError
 from conf.files import HUB_ID, check_empty_folder, load_json, split_gguf_path
 from conf.settings.export import HubLayout, PushRun
-from heads.folders import PROVENANCE, check_head_files
+from heads.folders import PROFILE, PROVENANCE, check_head_files
 
 
 def check_push(config: PushRun) -> None:
@@ -77,6 +77,7 @@ if __name__ == "__main__":
     COMMAND.parse_command_line()
 
 from data.embedded import is_embedded
+from eval.measure.speculation_profile import advise_engine, build_profile, load_profile
 from eval.measure.verdict import UNMEASURED, judge_measured_head, measures_another_head
 from heads.kinds import find_kind_name, load_head
 from scripts.publish.hub import Terms, fetch_terms, format_link, list_files, upload_repositories
@@ -94,12 +95,13 @@ from scripts.publish.staging import (
     scrub_provenance,
     stage_export,
     stage_file,
+    stage_json,
     verify_staged_export,
 )
 
 PICTURES = ("acceptance.png", "speedup.png")
 # Other files of a folder stay at home, as optimizer states, logs and data.
-OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json")
+OWN_JSON = ("config.json", PROVENANCE, "draft_tree.json", PROFILE)
 OWN_SUFFIXES = (".safetensors", ".safetensors.index.json", ".gguf")
 NOT_WEIGHTS = ("optimizer", "scheduler", "random_states", "sampler")
 
@@ -120,7 +122,8 @@ def main(config: PushRun) -> None:
     terms = check_source_terms(config, provenance, target)
     with tempfile.TemporaryDirectory(prefix="headsmith-push-") as name:
         repos = {config.repo_id: Path(name) / "head"}
-        stage_head(folder, repos[config.repo_id], Renaming(head.config.target, target))
+        renaming = Renaming(head.config.target, target)
+        stage_head(folder, repos[config.repo_id], renaming)
         export_facts = []
         for export in exports:
             repo_id, place_in_repo = config.repo_id, export.format.value
@@ -130,27 +133,26 @@ def main(config: PushRun) -> None:
             staged = repos[repo_id] / place_in_repo
             stage_export(export, staged, target)
             export_facts.append(verify_staged_export(export, staged, repo_id, place_in_repo))
-        of_exports = [words for export in export_facts for words in export.target_weights]
-        copied = dict.fromkeys([*head.build_card_facts(provenance, None).copied, *of_exports])
-        holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
-        notices = [
-            f"[{its.name}](https://huggingface.co/{its.name}) is gated: users agree to its terms "
-            "before they download it, and the terms apply to this head to the extent that it was "
-            f"made from it. {holds}."
-            for its in terms
-            if its.gated
-        ]
         places = [Path(config.measured)] if config.measured else [folder, folder.resolve().parent]
-        pictures = [picture for file in PICTURES if (picture := find_first_file(places, file))]
         most = head.max_draft_tokens
-        acceptance = scrub_private_data(load_measurement(places, "acceptance", folder, most))
+        acceptance = load_measurement(places, "acceptance", folder, most)
+        profile = build_profile(head, config.repo_id, provenance, acceptance or {})
+        head.advice = advise_engine(head, profile or load_profile(folder))
+        if profile is not None:
+            stage_json(profile, repos[config.repo_id] / PROFILE, renaming)
+        of_exports = [words for export in export_facts for words in export.target_weights]
+        copied = dict.fromkeys([*head.build_card_facts(provenance).copied, *of_exports])
+        holds = f"It holds {', '.join(copied)}" if copied else "It holds no copy of its weights"
+        notices = [format_notice(its.name, holds) for its in terms if its.gated]
+        pictures = [picture for file in PICTURES if (picture := find_first_file(places, file))]
         facts = CardFacts(
             repo_id=config.repo_id,
-            head=head.build_card_facts(provenance, acceptance),
+            head=head.build_card_facts(provenance),
+            num_tokens_reason=head.advice.reason,
             target=target,
             provenance=scrub_provenance(provenance),
             license=config.license.lower() if config.license else None,
-            acceptance=acceptance,
+            acceptance=scrub_private_data(acceptance),
             speedup=scrub_private_data(load_measurement(places, "speedup", folder, most)),
             verdict=judge_measured_head(folder, find_kind_name(head), places),
             comparisons=[
@@ -176,13 +178,7 @@ def main(config: PushRun) -> None:
             for path in list_files(staged):
                 print(f"  {path.relative_to(staged).as_posix()} ({path.stat().st_size:,} bytes)")
         if config.dry_run:
-            write_dry_run(repos, Path(config.out_dir))
-            print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
-            print(f"links after upload: {', '.join(map(format_link, repos))}")
-            changed_settings = collect_changed_settings(config)
-            for key in ("dry_run", "out_dir"):
-                changed_settings.pop(key, None)
-            print_next_command("dry run", changed_settings)
+            end_dry_run(config, repos)
         else:
             print("\n".join(upload_repositories(repos, config.private)))
 
@@ -243,6 +239,15 @@ def check_source_terms(
     if config.license is None:
         print("the card will name no licence; license=apache-2.0, for example, names one")
     return terms
+
+
+def format_notice(name: str, holds: str) -> str:
+    """Format the notice on a gated source; `holds` says what of its weights the head contains."""
+    return (
+        f"[{name}](https://huggingface.co/{name}) is gated: users agree to its terms before they "
+        "download it, and the terms apply to this head to the extent that it was made from it. "
+        f"{holds}."
+    )
 
 
 def stage_head(folder: Path, staged: Path, renaming: Renaming) -> None:
@@ -319,14 +324,21 @@ def find_first_file(places: list[Path], name: str) -> Path | None:
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
-def write_dry_run(repos: dict[str, Path], out_dir: Path) -> None:
+def end_dry_run(config: PushRun, repos: dict[str, Path]) -> None:
     """Write the files of an upload: one repository, or a folder for each of several."""
+    out_dir = Path(config.out_dir)
     try:
         for repo_id, staged in repos.items():
             folder = out_dir if len(repos) == 1 else out_dir / repo_id.rsplit("/")[-1]
             shutil.copytree(staged, folder, dirs_exist_ok=True)
     except OSError as error:
         raise InputError(f"out_dir={out_dir}: {error}") from error
+    print(f"dry run: nothing was uploaded; the files are in {config.out_dir}")
+    print(f"links after upload: {', '.join(map(format_link, repos))}")
+    changed_settings = collect_changed_settings(config)
+    for key in ("dry_run", "out_dir"):
+        changed_settings.pop(key, None)
+    print_next_command("dry run", changed_settings)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ class ExportRun(ComputingRun):
     tokenizer_gguf: str | None = None
     """GGUF file of the target, whose vocabulary `format=llamacpp` copies. Unset: `target.path` if
     it is a GGUF file, else a placeholder; llama.cpp reads text with the target's vocabulary."""
+    curve: str | None = None
+    """`serve.json` of `eval/serve.py` on the serving machine, or its folder: `format=vllm` prints
+    its schedule, which turns drafts off from a number of requests in flight on."""
     out_dir: str = "outputs/export"
     """Folder to write. An earlier export of the same head and format there is replaced; anything
     else is an error."""

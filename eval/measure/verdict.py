@@ -18,6 +18,7 @@ from conf.files import load_json
 from conf.settings.measure import MeasureRun
 from eval.measure.acceptance_stats import (
     FEWEST_DIALOGUES,
+    LENGTH_DEFINITIONS,
     count_dialogues,
     format_interval,
     select_tree_figures,
@@ -73,6 +74,30 @@ def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
     verdict, tree = _judge_chain(result), select_tree_figures(dict(result))["tau"]
     more = f" The tree's tau is {tree:.2f}, but {TREES}" if tree > result["tau"] else ""
     return _add_reservations(replace(verdict, sentence=verdict.sentence + more), result)
+
+
+def format_published(result: Mapping[str, Any]) -> str:
+    """Format whether a head has the acceptance that it was published with; empty without figures.
+
+    Args:
+        result: content of `acceptance.json`.
+    """
+    found = result.get("published")
+    if found is None:
+        return ""
+    source, length = found["source"], found["draft_tokens"]
+    if found["published"] is None:
+        known = ", ".join(map(str, found["published_for"]))
+        return f"{source} knows drafts of {known} tokens, not of {length}: set depth to compare."
+    dialogues = count_dialogues(result["prompts"])
+    there = ", ".join(filter(None, [f"{found['num_prompts']} prompts", found["data"]]))
+    here = [_format_basis(found["ci95"], dialogues), (result.get("conditions") or {}).get("data")]
+    words = {True: "equal within the interval", False: "not equal", None: "too few to compare"}
+    return (
+        f"{source} and this measurement, {words[found['equal']]}: {found['published']:.3f} "
+        f"({there}), {found['measured']:.3f} ({', '.join(filter(None, here))}); drafts of {length} "
+        f"tokens, {LENGTH_DEFINITIONS[found['count']]}."
+    )
 
 
 def _add_reservations(verdict: Verdict, result: Mapping[str, Any]) -> Verdict:
@@ -227,9 +252,7 @@ def judge_measured_head(folder: Path, kind: str, places: Sequence[Path]) -> str:
         "acceptance.json": judge_acceptance,
     }
     for name, judge in judges.items():
-        result = next(filter(None, (load_json(place / name) for place in places)), {})
-        if measures_another_head(result.get("head"), folder):
-            continue
+        result = load_head_result(name, folder, places)
         if "methods" in result:  # eagle_tree_2 is another head's
             rows = result["methods"].items()
             numbered = re.compile(rf"{kind}_\w+_\d+")
@@ -241,6 +264,18 @@ def judge_measured_head(folder: Path, kind: str, places: Sequence[Path]) -> str:
         if verdict is not None:
             return f"The verdict of {name}: {verdict.sentence}"
     return ""
+
+
+def load_head_result(name: str, folder: Path, places: Sequence[Path]) -> dict[str, Any]:
+    """Load a result of a head; empty if there is none, or the first measures another head.
+
+    Args:
+        name: name of the file.
+        folder: folder of the head.
+        places: folders with measurements; the first that has the file is used.
+    """
+    result = next(filter(None, (load_json(place / name) for place in places)), {})
+    return {} if measures_another_head(result.get("head"), folder) else result
 
 
 def measures_another_head(path: object, folder: Path) -> bool:

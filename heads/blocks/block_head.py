@@ -492,11 +492,9 @@ class BlockHead(FeatureHead):
             beside["logsumexp"] = draft_logits.logsumexp(-1)
         return ReferenceLogits(self.vocab.spread_logits(draft_logits), beside, rows)
 
-    def build_card_facts(
-        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
+    def build_card_facts(self, provenance: dict[str, Any]) -> HeadFacts:
         """Collect the facts of the head's model card: layers, hidden states and slots."""
-        del provenance, acceptance
+        del provenance
         config, problem = self.config, self.find_export_problem(ExportFormat.vllm)
         return HeadFacts(
             tag=self.layout.speculators_method,
@@ -510,7 +508,7 @@ class BlockHead(FeatureHead):
                 f"counts them). It drafts {config.num_draft_tokens} tokens in one "
                 f"pass{self.slot_description}"
             ),
-            num_draft_tokens=config.num_draft_tokens,
+            num_draft_tokens=self.num_engine_tokens,
             vllm_method=None if problem else self.layout.vllm_method,
             vllm_problem=f"vLLM {problem}." if problem else "",
             copied=self.list_copied_parts(),

@@ -207,9 +207,7 @@ def _build_speculators_config(
         "sliding_window_non_causal": not config.causal,
         "tie_word_embeddings": False,
         "transformer_layer_config": {name: flat[name] for name in layer_keys},
-        "speculators_config": build_speculators_section(
-            head, layout.speculators_method, config.num_draft_tokens
-        ),
+        "speculators_config": build_speculators_section(head, layout.speculators_method),
     }
 
 
@@ -330,7 +328,7 @@ def load_gguf_tensors(
 def format_serve_command(head: Any, engine: ExportFormat, folder: str, layout: BlockLayout) -> str:
     """Format the command that starts an engine, for a shell; for the authors' code, Python."""
     if engine is not ExportFormat.original:
-        tokens = head.config.num_draft_tokens
+        tokens = head.num_engine_tokens
         return format_engine_command(head, engine, folder, layout.vllm_method, tokens)
     if layout.with_embeddings_and_head:
         return (

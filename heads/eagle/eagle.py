@@ -319,14 +319,11 @@ class EagleHead(AutoregressiveHead):
         beside["logsumexp"] = draft_logits.logsumexp(-1)
         return ReferenceLogits(self.vocab.spread_logits(draft_logits), beside)
 
-    def build_card_facts(
-        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
+    def build_card_facts(self, provenance: dict[str, Any]) -> HeadFacts:
         """Collect the facts of the model card; training tells methods of one architecture apart."""
         settings, config = get_head_settings(provenance), self.config
         tag = "eagle3" if config.form is EagleForm.eagle3 else "eagle"
         method, paper = self._identify_method(settings)
-        drafted = min(max(settings.get("num_steps", 3), 3), 5)
         return HeadFacts(
             tag=tag,
             name=f"{method} head",
@@ -336,7 +333,7 @@ class EagleHead(AutoregressiveHead):
                 f"one decoder layer {self._describe_layer()}. It drafts token by token, to any "
                 "depth, each from its own last output"
             ),
-            num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
+            num_draft_tokens=self.num_engine_tokens,
             # vLLM builds the fusion layer without a bias and fails on the tensor.
             vllm_method=None if config.fc_bias else tag,
             vllm_problem=BIAS_PROBLEM,

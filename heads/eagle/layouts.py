@@ -58,9 +58,13 @@ PARTS = {
     "window": "a sliding window (sliding_window)",
 }
 NORMS = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
-NUM_DRAFT_TOKENS = 5
-"""Number of draft tokens in the commands that start engines."""
 EMBEDDING, OUTPUT_HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
+QUANTISED_HINT = (
+    "vLLM 0.33 on a GPU can draft with a quantised copy of the target's output head, which this "
+    'head shares: add "draft_lm_head_quantization": "fp8" (or "nvfp4") to the speculative config. '
+    "Texts stay the target's own; measure whether the drafts lose less than the time they gain."
+)
+"""Source: vLLM 0.33 `config/speculative.py`, `v1/worker/gpu/spec_decode/eagle/utils.py`."""
 ARCH = "eagle3"
 """llama.cpp's architecture of these heads."""
 GGUF_NAMES = {
@@ -412,9 +416,7 @@ def _build_speculators_config(
         "tie_word_embeddings": False,
         "dtype": flat["dtype"],
         "transformer_layer_config": layer,
-        "speculators_config": build_speculators_section(
-            head, method, config.num_draft_tokens or NUM_DRAFT_TOKENS
-        ),
+        "speculators_config": build_speculators_section(head, method),
         **{name: flat[name] for name in ("mask_token_id",) if name in flat},  # P-EAGLE's
     }
 
@@ -498,7 +500,7 @@ def load_gguf_tensors(
 def format_serve_command(head: Any, engine: ExportFormat, folder: str) -> str:
     """Format the command that starts an engine, for a shell; for the authors' code, Python."""
     target, eagle3 = head.target_name, head.config.form is EagleForm.eagle3
-    tokens = head.config.num_draft_tokens or NUM_DRAFT_TOKENS
+    tokens = head.num_engine_tokens
     if engine is ExportFormat.trtllm:
         layers = [index - 1 for index in head.config.layers]
         return (
@@ -531,4 +533,17 @@ def format_engine_hint(head: Any, engine: ExportFormat) -> str:
             "TensorRT-LLM runs the head in the dtype of `config.json`, and its attention does not "
             "support float32: export with dtype=bfloat16."
         )
+    if engine is ExportFormat.vllm and shares_output_head(head):
+        return QUANTISED_HINT
     return ""
+
+
+def shares_output_head(head: Any) -> bool:
+    """Tell whether vLLM may draft with a quantised copy of the target's output head.
+
+    It refuses heads with an output head of their own, and copies of an output head that is
+    quantised already. P-EAGLE's heads, which draft in one pass, were not looked up.
+    """
+    attached = head._target  # empty while nobody knows the target
+    quantised = any(target.head_is_quantized for target in attached)
+    return head.lm_head is None and head.max_draft_tokens is None and not quantised

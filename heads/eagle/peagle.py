@@ -353,13 +353,11 @@ class PEagleHead(EagleHead):
         peagle_keys = {"mask_token_id": config.mask_token_id, "num_depths": config.num_draft_tokens}
         return replace(files, config=files.config | peagle_keys)
 
-    def build_card_facts(
-        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
+    def build_card_facts(self, provenance: dict[str, Any]) -> HeadFacts:
         """Collect the facts of the head's model card: layers, hidden states and draft tokens."""
         config = self.config
         return replace(
-            super().build_card_facts(provenance, acceptance),
+            super().build_card_facts(provenance),
             tag="peagle",
             name="P-EAGLE head",
             method="P-EAGLE",
@@ -370,7 +368,6 @@ class PEagleHead(EagleHead):
                 f"states {', '.join(map(str, config.layers))} (as `output_hidden_states` counts "
                 f"them), fused. It drafts {config.num_draft_tokens} tokens in one pass"
             ),
-            num_draft_tokens=config.num_draft_tokens,
         )
 
 

@@ -8,9 +8,9 @@ The reference values are hidden states, logits, and further inputs of a reader, 
 the head from the exported files and compare. All arithmetic is float32 on the CPU, whatever the
 dtype of the head.
 
-Sources of the start commands: vLLM 0.33 `config/speculative.py`; SGLang 0.5.23
-`srt/arg_groups/fields/spec.py`; TensorRT-LLM 1.3 `llm_args.py`, and of 1.1
-`examples/medusa/README.md`; SafeAILab/EAGLE and FasterDecoding/Medusa.
+Sources of the start commands: vLLM 0.33 `config/speculative.py`, and of its schedule
+`v1/spec_decode/dynamic/utils.py`; SGLang 0.5.23 `srt/arg_groups/fields/spec.py`; TensorRT-LLM 1.3
+`llm_args.py`, and of 1.1 `examples/medusa/README.md`; SafeAILab/EAGLE and FasterDecoding/Medusa.
 
 Letters: S rows, D depths (of Medusa: its heads), L target layers, F target hidden, H hidden, V
 vocabulary, R ids whose logits are kept.
@@ -38,7 +38,7 @@ from heads.export.gguf import (
     write_gguf,
 )
 from heads.export.versions import LOADER_VERSIONS
-from heads.folders import PROVENANCE, write_folder
+from heads.folders import PROFILE, PROVENANCE, write_folder
 from heads.target_model.architecture import find_max_positions
 from heads.target_model.decoder import extract_hidden_state
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
@@ -57,6 +57,8 @@ LLAMACPP_HEADS = (
     "and dspark.py"
 )
 """Heads that llama.cpp serves, for the message to owners of others."""
+SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
+"""vLLM's key of draft tokens by requests in flight. Beyond its last range that range goes on."""
 PARITY = Path("parity") / "parity.safetensors"
 MOST_IDS = 8192
 """Largest vocabulary of which all ids are kept."""
@@ -162,7 +164,9 @@ def export_head(
     files = head.plan_export(engine).files()
     tensors = {name: each.detach().cpu().contiguous() for name, each in files.tensors.items()}
     gguf = files.weights.endswith(".gguf")
-    config_files = [] if gguf else ["config.json"]
+    documents: dict[str, object] = {} if gguf else {"config.json": files.config}
+    if head.advice is not None and head.advice.profile is not None:
+        documents[PROFILE] = head.advice.profile
     export_record = {
         "format": engine.value,
         "kind": head.variant,
@@ -170,18 +174,16 @@ def export_head(
         "target": head.target_name,
         "dtype": format_dtype(head),
         # For exports that may replace this one.
-        "files": [*config_files, PROVENANCE, "README.md", files.weights, PARITY.as_posix()],
+        "files": [*documents, PROVENANCE, "README.md", files.weights, PARITY.as_posix()],
         # For readers of the export.
         "added": files.added,
         # For the model card.
         "target_problem": find_target_problem(head, engine),
         "version_limit": format_version_limit(head, engine),
     }
-    documents: dict[str, object] = {PROVENANCE: provenance | {"export": export_record}}
+    documents[PROVENANCE] = provenance | {"export": export_record}
     if gguf:
         vocab_metadata = build_vocab_metadata(head.vocab.size, tokenizer_gguf)
-    else:
-        documents["config.json"] = files.config
 
     def fill(staging: Path) -> None:
         for name, content in documents.items():
@@ -205,7 +207,8 @@ def format_readme(
     export = head.plan_export(engine)
     warnings = [find_target_problem(head, engine), format_version_limit(head, engine)]
     before = "".join(f"{each}\n\n" for each in warnings if each)
-    notes = [export.hint, format_template_note(provenance)]
+    reason = "" if head.advice is None else head.advice.reason
+    notes = [reason, export.hint, format_template_note(provenance)]
     further = "".join(f"{note}\n\n" for note in notes if note)
     taps = f", reads `output_hidden_states` {list(layers)} of the target" if layers else ""
     return (
@@ -246,7 +249,7 @@ def format_dtype(head: nn.Module) -> str:
 
 
 def format_vllm_command(
-    method: str, num_tokens: int, target: str, folder: str, **more: bool
+    method: str, num_tokens: int, target: str, folder: str, **more: object
 ) -> str:
     """Format the command that starts vLLM with a head in a folder.
 
@@ -281,7 +284,10 @@ def format_engine_command(
     """
     target = head.target_name
     if engine is ExportFormat.vllm:
-        return format_vllm_command(method, num_tokens, target, folder, **head.vllm_settings)
+        more: dict[str, object] = {**head.vllm_settings}
+        if head.advice is not None and head.advice.schedule:
+            more[SCHEDULE_KEY] = head.advice.schedule
+        return format_vllm_command(method, num_tokens, target, folder, **more)
     if engine is ExportFormat.speculators:
         return f"vllm serve {folder}"
     if engine is ExportFormat.sglang:
@@ -295,11 +301,11 @@ def format_engine_command(
     return serve_command(target, file, f"draft-{method}", num_tokens)
 
 
-def build_speculators_section(head: DraftHead, method: str, num_tokens: int) -> dict[str, Any]:
+def build_speculators_section(head: DraftHead, method: str) -> dict[str, Any]:
     """Build the section of speculators' config that names method, proposals and target."""
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": num_tokens,
+        "speculative_tokens": head.num_engine_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

@@ -31,7 +31,6 @@ from heads.draft_head import (
     ReferenceLogits,
     Variant,
     check_fits,
-    get_head_settings,
 )
 from heads.eagle.network import AutoregressiveHead, EagleDrafter
 from heads.feature_head import ConfigVariants, flip_setting
@@ -330,11 +329,9 @@ class MtpHead(AutoregressiveHead):
         """Raise AssertionError: no engine has an export, so nobody asks for reference logits."""
         raise AssertionError(target, states, token_ids, places)
 
-    def build_card_facts(
-        self, provenance: dict[str, Any], acceptance: dict[str, Any] | None
-    ) -> HeadFacts:
+    def build_card_facts(self, provenance: dict[str, Any]) -> HeadFacts:
         """Collect the facts of the head's model card."""
-        drafted = get_head_settings(provenance).get("num_steps", 1)
+        del provenance
         return HeadFacts(
             tag="mtp",
             name="MTP layer",
@@ -345,7 +342,7 @@ class MtpHead(AutoregressiveHead):
                 f"size {self.config.hidden_size}) on the target's last hidden state. It drafts "
                 "token by token, to any depth, each from its own last output"
             ),
-            num_draft_tokens=len(acceptance["alpha"]) if acceptance else drafted,
+            num_draft_tokens=self.num_engine_tokens,
             vllm_method=None,
             vllm_problem=f"vLLM {EXPORT_PROBLEM}.",
         )

@@ -63,6 +63,8 @@ class CardFacts:
     """Hub id of the target, perhaps of its GGUF file there; None for the embedded default."""
     provenance: dict[str, Any]
     """Contents of `headsmith.json`."""
+    num_tokens_reason: str = ""
+    """Why engines are told to draft so many tokens, in whole sentences."""
     license: str | None = None
     acceptance: dict[str, Any] | None = None
     speedup: dict[str, Any] | None = None
@@ -287,7 +289,7 @@ def _format_usage(facts: CardFacts) -> str:
             **head.vllm_settings,
         )  # fmt: skip
         last = f" up to version {head.last_vllm_version}" if head.last_vllm_version else ""
-        serve = f"Serve with vLLM{last}:\n\n```\n{command}\n```"
+        serve = f"Serve with vLLM{last}:\n\n```\n{command}\n```\n\n{facts.num_tokens_reason}"
     return (
         "## Use\n\n"
         "Evaluate on your own prompts, with Headsmith:\n\n"

@@ -181,9 +181,14 @@ def stage_file(path: Path, staged: Path, renaming: Renaming) -> None:
     if path.suffix != ".json" or path.name.endswith(".index.json"):
         link_file(path, staged / path.name)
         return
-    scrub = scrub_provenance if path.name == PROVENANCE else scrub_private_data
-    content = scrub(renaming.rename_values(load_json(path)))
-    (staged / path.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    stage_json(load_json(path), staged / path.name, renaming)
+
+
+def stage_json(value: Any, there: Path, renaming: Renaming) -> None:
+    """Write a JSON value to a file in publishable form."""
+    scrub = scrub_provenance if there.name == PROVENANCE else scrub_private_data
+    content = scrub(renaming.rename_values(value))
+    there.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def verify_staged_export(

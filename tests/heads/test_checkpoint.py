@@ -191,7 +191,7 @@ def test_deepspec_calls_a_dspark_head_without_a_markov_head_dflash(tmp_path: Pat
     assert found.config.sample_from_anchor
     assert candidates(found).equal(candidates(head))
     # vLLM takes it for DSpark, and so takes this.
-    assert found.build_card_facts({}, None).vllm_method == "dspark"
+    assert found.build_card_facts({}).vllm_method == "dspark"
 
 
 def test_specforge_first_put_the_heads_of_dspark_into_a_part_of_their_own(tmp_path: Path) -> None:

@@ -10,24 +10,30 @@ import torch
 from exports import config_of, eagle
 from ggufs import save_gguf
 from safetensors.torch import load_file
-from toys import noisy_head, save_target, tokenizer
+from toys import eagle_head, noisy_head, save_target, tokenizer
 
 from conf.command.run_record import PROMPTS_PLACEHOLDER
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
+from conf.settings.eagle import EagleForm
 from conf.settings.export import ExportDtype, ExportFormat, ExportRun
 from conf.settings.target import TargetConfig
 from data.embedded import TARGET_PATH
 from eval.measure.verdict import UNMEASURED
+from heads.eagle.layouts import QUANTISED_HINT
 from heads.export.gguf import GgufFile, Value, build_vocab_metadata, write_gguf
-from heads.folders import PROVENANCE
+from heads.folders import PROFILE, PROVENANCE
 from heads.kinds import load_head
 from heads.target_model.identity import identify_target
 from heads.target_model.load import load_target, load_target_tokenizer
 from scripts import export
 from tests.conf.command.test_entry import command
 from tests.conf.command.test_following import pasted
+from tests.eval.measure.test_results import result
+from tests.eval.measure.test_results import text as measured_text
 
+ACCEPTED = [[0, 1, 2], [0, 1, 3], [0, 0, 1, 2]]
+TEXTS = [measured_text(number, accepted) for number, accepted in enumerate(ACCEPTED)]
 PASSED = SimpleNamespace(lines=["model.safetensors: 15 tensors"], max_difference=3e-6, scale=12.0)
 
 
@@ -101,6 +107,10 @@ def test_a_head_is_written_verified_and_its_serve_command_printed(
         "model.safetensors: 15 tensors",
         "parity: max |difference| 3e-06 of logits up to 12",
         UNMEASURED,
+        "no speculation_profile.json is written: no acceptance.json of today's eval/acceptance.py "
+        "lies beside this head",
+        "Draft tokens: 5, the usual number, as nobody knows by depth what is accepted of this "
+        "head.",
         f"wrote {out}; serve it with",
         "",
         f"vllm serve {heads / 'target'} --speculative-config '{json.dumps(speculation)}'",
@@ -138,6 +148,115 @@ def test_the_verdict_of_the_head_stands_before_its_serve_command(
     )
     others = measured("speedup", {"methods": {"medusa_chain": slow}})
     assert others == UNMEASURED, "no figure of this head"
+
+
+@pytest.fixture
+def measured(heads: Path, tmp_path: Path) -> Path:
+    """A run's folder with heads and what was measured of them."""
+    for kind in ("eagle", "medusa"):
+        shutil.copytree(heads / kind, tmp_path / "run" / kind)
+    (tmp_path / "run/acceptance.json").write_text(json.dumps(result(*TEXTS, mode="replay")))
+    return tmp_path / "run"
+
+
+def test_what_was_measured_travels_with_every_export(
+    measured: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    """Of 10 passes 6, 3 and 1 accept the depths: the third draft token saves less than it costs."""
+    tokens = {
+        "vllm": '"num_speculative_tokens": 2}',
+        "sglang": "--speculative-num-steps 2 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 3",
+        "trtllm": "max_draft_len: 2",
+        "llamacpp": "--spec-draft-n-max 2",
+        "speculators": "vllm serve",
+        "original": "",
+    }
+    for engine, words in tokens.items():
+        out = tmp_path / engine
+        for _ in range(2):  # the second time in place of the first
+            run(measured, "eagle", engine, out)
+        said, text = capsys.readouterr().out, (out / "README.md").read_text()
+        assert words in said and words in text
+        reason = "Draft tokens: 2. By depth, 0.60, 0.30, 0.10 of all passes accepted a draft token"
+        assert reason in said and reason in text
+        profile = json.loads((out / PROFILE).read_text())
+        assert profile["marginal_accept_rates"] == [0.6, 0.3, 0.1]
+        assert profile["draft_checkpoint"] == {"name": str(measured / "eagle")}
+        assert PROFILE in json.loads((out / "headsmith.json").read_text())["export"]["files"]
+    (proposal,) = config_of(tmp_path / "speculators")["speculators_config"]["proposal_methods"]
+    assert proposal["speculative_tokens"] == 2
+    # An export of an export has the same figures and draws the same conclusion.
+    run(tmp_path, "vllm", "sglang", tmp_path / "again")
+    assert tokens["sglang"] in capsys.readouterr().out
+    assert (tmp_path / "again" / PROFILE).read_bytes() == (tmp_path / "vllm" / PROFILE).read_bytes()
+    run(measured, "medusa", "vllm", tmp_path / "medusa")
+    assert '"num_speculative_tokens": 2}' in (said := capsys.readouterr().out)
+    assert "Draft tokens: 2, all of one pass of the head." in said
+
+
+def test_a_quantised_output_head_is_offered_where_vllm_takes_one(heads, tmp_path, capsys) -> None:
+    target = load_target(TargetConfig(path=str(heads / "target")), torch.device("cpu"))
+    eagle_head(target, EagleForm.eagle1).save(tmp_path / "eagle1")
+    for engine, told in (("vllm", True), ("sglang", False)):
+        run(tmp_path, "eagle1", engine, tmp_path / engine)
+        said = capsys.readouterr().out
+        assert (QUANTISED_HINT in said) == told
+        assert (QUANTISED_HINT in (tmp_path / engine / "README.md").read_text()) == told
+    run(heads, "eagle", "vllm", tmp_path / "own")
+    assert "draft_lm_head_quantization" not in capsys.readouterr().out, "its own output head"
+
+
+SERVED = {"schedule": [[1, 8, 2], [9, 128, 0]], "draft_tokens": 2, "head": None}
+
+
+def test_the_schedule_of_a_serving_machine_is_printed(
+    measured: Path, tmp_path: Path, verified: list[Path], capsys: pytest.CaptureFixture
+) -> None:
+    serve = tmp_path / "serve"
+    serve.mkdir()
+    (serve / "serve.json").write_text(json.dumps(SERVED | {"head": str(measured / "eagle")}))
+    for curve in (serve, serve / "serve.json"):
+        run(measured, "eagle", "vllm", tmp_path / "out", curve=str(curve))
+        config = (
+            '"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": '
+            "[[1, 8, 2], [9, 128, 0]]}'"
+        )
+        said = capsys.readouterr().out
+        assert config in said and config in (tmp_path / "out/README.md").read_text()
+        assert f"The schedule is of the machine of {curve}." in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "cell", "message"),
+    [
+        (None, "eagle vllm", "no such file; name a serve.json that eval/serve.py wrote, or its f"),
+        ({"schedule": None}, "eagle vllm", r"holds no schedule; let eval/.* \(baseline=\)"),
+        ({"schedule": [[2, 8, 2]]}, "eagle vllm", r"schedule has \[2, 8, 2\] after 0 requests in "
+         "flight; must be 1, the last number of requests, and 0 to 2 draft tokens; measure again"),
+        ({"schedule": [[1, 8, 3]]}, "eagle vllm", r"schedule has \[1, 8, 3\] after 0 requests"),
+        ({"schedule": [[1, 8, 2], [9, 4, 0]]}, "eagle vllm", r"schedule has \[9, 4, 0\] after 8 "),
+        ({"schedule": [[1, 8]]}, "eagle vllm", r"schedule has \[1, 8\] after 0 requests"),
+        ({"head": "medusa"}, "eagle vllm", "measures another head, .*/medusa; name the curve of h"),
+        ({"draft_tokens": 5}, "eagle vllm", "of a server that drafts 5 tokens, but this export draf"
+         "ts 2; start the server with the line of an export without curve, and measure again"),
+        ({}, "eagle sglang", "format=sglang has no place for a schedule; leave curve unset, or se"),
+        ({}, "medusa vllm", "vLLM takes no schedule for Medusa heads; leave curve unset"),
+    ],
+)  # fmt: skip
+def test_a_curve_of_something_else_is_refused(
+    measured, tmp_path, monkeypatch, changes, cell, message
+) -> None:
+    monkeypatch.setattr(export, "load_target", lambda *_: pytest.fail("it was loaded"))
+    curve, (head, engine) = tmp_path / "curve.json", cell.split()
+    if changes is not None:
+        told = SERVED | changes
+        if told["head"] is not None:
+            told["head"] = str(measured / told["head"])
+        curve.write_text(json.dumps(told))
+    with pytest.raises(InputError, match=f"^curve={curve}: {message}"):
+        run(measured, head, engine, tmp_path / "out", curve=str(curve))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_with_which_the_engine_would_crash_is_said_in_place_of_its_line(

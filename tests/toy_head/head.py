@@ -59,5 +59,5 @@ class ToyHead(DraftHead):
     def compute_reference_logits(self, target, states, token_ids, places) -> ReferenceLogits:
         return ReferenceLogits(self.out(states[-1])[None], {})
 
-    def build_card_facts(self, provenance, acceptance) -> HeadFacts:
+    def build_card_facts(self, provenance) -> HeadFacts:
         return HeadFacts("toy", "Toy heads", "Toy", "", "one layer", 1, None, "it loads no toys.")

@@ -279,8 +279,8 @@ def test_head_layers_are_refused(tmp_path: Path) -> None:
 
 def test_the_card_says_what_it_is_and_where_engines_read_it() -> None:
     _, head = target_with_layer("Qwen3NextForCausalLM")
-    facts = head.build_card_facts({"config": {"head": {"num_steps": 3}}}, None)
-    assert (facts.tag, facts.num_draft_tokens, facts.vllm_method) == ("mtp", 3, None)
+    facts = head.build_card_facts({})
+    assert (facts.tag, facts.num_draft_tokens, facts.vllm_method) == ("mtp", 5, None)
     assert "multi-token prediction of Qwen3NextForCausalLM (hidden size 64)" in facts.description
     assert "only from the target's own folder; write it there with" in facts.vllm_problem
 

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from conf.errors import InputError
 from conf.settings.drafting import HeadRef
 from conf.settings.export import ExportFormat, PushRun
+from eval.measure.speculation_profile import compare_with_published
 from heads.export.writer import format_readme
 from heads.kinds import load_head
 from heads.medusa import MedusaHead, MedusaHeadConfig
@@ -21,6 +22,7 @@ from scripts import push
 from scripts.publish.hub import fetch_terms
 from scripts.publish.staging import Renaming, scrub_private_data
 from tests.conf.command.test_following import pasted
+from tests.eval.measure import test_results as made
 from tests.hub_server import TOKEN, HubServer, Repo
 
 ROWS = [{"dialogue": n} for n in range(11)]
@@ -117,7 +119,7 @@ def test_a_dry_run_ends_with_the_push(run_dir, tmp_path, capsys) -> None:
     assert pasted(said) == ("scripts/push.py", again)
     names = [
         "README.md", "acceptance.png", "config.json", "headsmith.json",
-        "medusa_lm_head.safetensors",
+        "medusa_lm_head.safetensors", "speculation_profile.json",
     ]  # fmt: skip
     sizes = {path.name: path.stat().st_size for path in staged.iterdir()}
     assert sorted(sizes) == names
@@ -335,6 +337,20 @@ def test_embedded_target_and_nothing_measured(run_dir: Path, tmp_path: Path) -> 
     assert "head.path=me/qwen-medusa data.path" in card
 
 
+def test_a_measurement_is_held_against_the_published_card(run_dir, tmp_path) -> None:
+    staged = dry(run_dir, tmp_path)
+    texts = [made.text(number, [0, 1, 2, 2]) for number in range(8)]
+    here = made.result(*texts) | {"draft_tokens": 2}
+    assert (compare_with_published(here, staged, 0) or {})["source"] == "speculation_profile.json"
+    (staged / "speculation_profile.json").unlink()
+    found = compare_with_published(here, staged, 0)
+    assert found is not None
+    assert (found["source"], found["count"]) == ("its model card", "passes")
+    assert (found["published"], found["num_prompts"]) == (1.812, 11)
+    assert (found["measured"], found["equal"]) == (2.25, False)
+    assert (compare_with_published(here | {"draft_tokens": 3}, staged, 0) or {})["equal"] is None
+
+
 def test_card_shows_comparisons(run_dir: Path, tmp_path: Path) -> None:
     tables = []
     for name in ("heldout", "general"):
@@ -452,7 +468,7 @@ def test_files_of_an_earlier_head_go_with_the_same_commit(hub: HubServer, run_di
     upload(run_dir)
     assert set(repo.files("main") or {}) == {
         ".gitattributes", "README.md", "acceptance.png", "config.json", "docs/config.json",
-        "headsmith.json", WEIGHTS, "notes.txt",
+        "headsmith.json", WEIGHTS, "notes.txt", "speculation_profile.json",
     }  # fmt: skip
     assert len(repo.commits) == 4
 

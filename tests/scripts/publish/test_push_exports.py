@@ -16,6 +16,7 @@ from conf.settings.export import ExportFormat, HubLayout, PushRun
 from eval.parity.parity_check import check_parity
 from heads.eagle.eagle import EagleHead
 from heads.export.writer import compute_reference_tensors, export_head
+from heads.folders import PROFILE
 from heads.kinds import load_head
 from heads.target_model.model import Target
 from heads.vocab import DraftVocab
@@ -79,7 +80,7 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
     files = hub.repos[REPO].files("main") or {}
     assert len(hub.repos[REPO].commits) == 2, "one commit after the initial one"
     expected = {f"{name}/{file}" for name in ("vllm", "sglang") for file in {*FILES, PARITY}}
-    assert set(files) == {".gitattributes", *FILES, *expected}
+    assert set(files) == {".gitattributes", *FILES, PROFILE, *expected}
     card = files["README.md"].decode()
     assert yaml.safe_load(card.split("---\n", 2)[1])["tags"] == [
         "speculative-decoding", "eagle3", "draft-head", "sglang", "vllm",
@@ -102,6 +103,26 @@ def test_exports_lie_in_folders_beside_the_head(hub: HubServer, run_dir: Path) -
         assert b"ann" not in content or name.endswith(".safetensors"), name
 
 
+def test_the_profile_travels_with_head_and_exports(hub: HubServer, run_dir: Path) -> None:
+    profile = {"schema_version": "1.0", "target_model": {"name": "/home/ann/toy"}}
+    for folder in (run_dir / "head", run_dir / "vllm"):
+        (folder / PROFILE).write_text(json.dumps(profile))
+    (run_dir / "acceptance.json").unlink()
+    record = json.loads((run_dir / "vllm/headsmith.json").read_text())
+    record["export"]["target"] = "/home/ann/toy"
+    (run_dir / "vllm/headsmith.json").write_text(json.dumps(record))
+    pushed(run_dir)
+    files = hub.repos[REPO].files("main") or {}
+    assert json.loads(files[f"vllm/{PROFILE}"])["target_model"] == {"name": "me/llama"}
+    assert json.loads(files[PROFILE])["target_model"] == {"name": "toy"}
+    assert f"sglang/{PROFILE}" not in files
+    (run_dir / "acceptance.json").write_text(json.dumps(ACCEPTANCE))
+    pushed(run_dir)
+    profile = json.loads((hub.repos[REPO].files("main") or {})[PROFILE])
+    assert profile["draft_checkpoint"] == {"name": REPO}
+    assert profile["marginal_accept_rates"] == [0.6, 0.21]
+
+
 def test_what_is_pulled_computes_the_head(hub: HubServer, run_dir: Path, tmp_path: Path) -> None:
     pushed(run_dir)
     found, expected = load_head(REPO).state_dict(), load_head(str(run_dir / "head")).state_dict()
@@ -120,7 +141,7 @@ def test_each_export_in_a_repository_of_its_own(hub: HubServer, run_dir: Path) -
     pushed(run_dir, layout=HubLayout.each)
     assert set(hub.repos) == {REPO, f"{REPO}-vllm", f"{REPO}-sglang"}
     assert all(repo.private and len(repo.commits) == 2 for repo in hub.repos.values())
-    assert set(hub.repos[REPO].files("main") or {}) == {".gitattributes", *FILES}
+    assert set(hub.repos[REPO].files("main") or {}) == {".gitattributes", *FILES, PROFILE}
     files = hub.repos[f"{REPO}-vllm"].files("main") or {}
     assert set(files) == {".gitattributes", *FILES, PARITY}
     card = files["README.md"].decode()
@@ -181,7 +202,7 @@ def test_a_head_that_is_a_gguf_file_is_pushed_as_it_is(target, hub, run_dir) -> 
     export(make_head(target), ExportFormat.llamacpp, run_dir / "gguf")
     pushed(run_dir, head=HeadRef(path=str(run_dir / "gguf")), exports=[])
     assert set(hub.repos[REPO].files("main") or {}) == {
-        ".gitattributes", "README.md", "headsmith.json", "eagle3-llama-F32.gguf",
+        ".gitattributes", "README.md", "headsmith.json", "eagle3-llama-F32.gguf", PROFILE,
     }  # fmt: skip
     assert load_head(REPO).vocab.ids.tolist() == list(range(0, 96, 2))
     file = f"{REPO}/eagle3-llama-F32.gguf"
