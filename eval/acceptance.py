@@ -73,10 +73,12 @@ from eval.measure.measurement import (
 from eval.measure.prompts import Prompt, count_thinking_tokens
 from eval.measure.replay import compare_first_choices, rank_candidates, replay_drafter, replay_tree
 from eval.measure.results import export_results, format_conditions, write_files
+from eval.measure.speculation_profile import compare_with_published
 from eval.measure.target_answers import AnswerWithStates
-from eval.measure.verdict import judge_acceptance, print_verdict
+from eval.measure.verdict import format_published, judge_acceptance, print_verdict
 from eval.report.plots import plot_acceptance, plot_comparison
 from heads.decoding.tree import Tree
+from heads.folders import locate_head
 
 
 def main(config: AcceptanceRun) -> None:
@@ -126,6 +128,8 @@ def print_conclusion(config: AcceptanceRun, result: Mapping[str, Any]) -> None:
 
     For a head that is worth it, the command measures the same drafts in seconds.
     """
+    if published := format_published(result):
+        Console().print(published, highlight=False, markup=False, soft_wrap=True)
     same = collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
     print_verdict(
         "acceptance", judge_acceptance(result), config, same | {"out_dir": config.out_dir}
@@ -142,6 +146,9 @@ def measure_and_report(measurement: Measurement, config: AcceptanceRun) -> dict[
         result = measure_acceptance(measurement, config, journal)
     if not measurement.is_main_process:
         return {}
+    place = locate_head(str(config.head.path), config.head.revision)
+    folder = place if place.is_dir() else place.parent
+    result["published"] = compare_with_published(result, folder, config.seed)
     console = Console()
     print_acceptance(result, console)
     Console(stderr=True).print("writing the figures and their picture")

@@ -29,9 +29,11 @@ from eval.measure import measurement as bench
 from eval.measure.acceptance_stats import PromptSteps, tau
 from eval.measure.measurement import compute_prompt_seed
 from eval.measure.prompts import render_first_turns
+from eval.measure.verdict import format_published
 from eval.preflight_checks import build_condition_runs
 from heads.decoding.sampling import Sampling, drafter_seeds
 from heads.eagle.network import EagleDrafter
+from heads.folders import PROFILE
 from heads.kinds import load_head
 from heads.target_model.load import load_target
 from tests.chats import write_rows
@@ -128,6 +130,19 @@ def test_replay_and_decoding_agree_to_the_last_digit(
         "max_new_tokens": 14,
         "chat_template": replayed["target_identity"]["template"],
     }
+
+
+def test_a_head_is_held_against_the_profile_beside_it(eagles, tmp_path, capsys) -> None:
+    head = shutil.copytree(eagles["head"], tmp_path / "head")
+    own = eagles | {"head": str(head)}
+    assert measured(own, tmp_path / "without", depth=3)["published"] is None
+    profile = {"measured": True, "marginal_accept_rates": [0.5, 0.25, 0.1]}
+    (head / PROFILE).write_text(json.dumps(profile | {"accept_length_model": "chain_analytic"}))
+    found = measured(own, tmp_path / "with", depth=3)
+    assert (found["published"]["published"], found["published"]["equal"]) == (1.85, None)
+    said = capsys.readouterr().out
+    assert f"\n{format_published(found)}\n\nToo few prompts to judge" in said
+    assert said.count(PROFILE) == 1
 
 
 def test_so_they_do_for_eagle_heads(eagles, tmp_path, no_picture) -> None:
