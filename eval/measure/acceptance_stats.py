@@ -289,7 +289,7 @@ def compute_length_interval(texts: Sequence[PassCounts], count: str, seed: int) 
     dialogues = group_by(texts, lambda text: text.dialogue).values()
     ratios = [[text.ratios[count] for text in dialogue] for dialogue in dialogues]
     sums = [(sum(a for a, _ in group), sum(b for _, b in group)) for group in ratios]
-    return bootstrap_interval(sums, lambda drawn, _: _compute_tau(drawn), seed)
+    return bootstrap_interval(sums, lambda drawn, _: compute_tau(drawn), seed)
 
 
 def print_acceptance_lengths(

@@ -274,11 +274,16 @@ def test_pages_type_what_vllm_takes(page: Path) -> None:
 def test_vllm_knows_what_its_page_names() -> None:
     """Classes, keys and values of the newest version, with those that no export has."""
     text = (ROOT / "docs/serving/vllm.md").read_text()
-    (section,) = re.findall(r"^## What 0.33 knows\n.*?(?=^## )", text, re.M | re.S)
-    named = set(re.findall(r'"(\w+)"', section))
+    sections = re.findall(r"^(?:## What 0.33 knows|### Keys)\n.*?(?=^## )", text, re.M | re.S)
+    assert len(sections) == 2
+    named = set(re.findall(r'"(\w+)"', "".join(sections)))
     classes = {name for name in named if name.endswith("Model")}
     methods = assigned(SETTINGS, "RejectionSampleMethod") | assigned(SETTINGS, "SpeculativeMethod")
     assert len(classes) == 3
     assert classes <= registered().keys()
-    assert named - classes <= fields("SpeculativeConfig") | methods | {"fp8", "nvfp4"}
+    assert named - classes <= fields("SpeculativeConfig") | methods | {
+        "fp8",
+        "nvfp4",
+        "enable_thinking",
+    }
     assert {"draft_lm_head_quantization", "num_speculative_tokens_per_batch_size"} <= named
