@@ -281,7 +281,7 @@ def _quote_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_quote_value, value))}]"
     text = format_value(value)
-    if isinstance(value, str | Path) and not PLAIN.fullmatch(text):
+    if isinstance(value, str | Path) and not (text and PLAIN.fullmatch(text)):
         quoted = text.replace('"', '\\"')
         return f'"{quoted}"'
     return text

@@ -62,7 +62,7 @@ def test_lists_and_mappings_are_typed_too() -> None:
     data = RowsConfig(columns={"prompt": "ask me", "response": "reply"})
     run = AcceptanceRun(
         data=data, stop=["END", "the end."], tree=[[0], [0, 1]],
-        head=HeadRef("h", layers=[1, 2]), mode=Mode.decode,
+        head=HeadRef("h", layers=[1, 2]), mode=Mode.decode, conditions=["", "seed=1"],
     )  # fmt: skip
     changed = following.collect_changed_settings(run)
     words = [shlex.split(following.format_setting(*each))[0] for each in changed.items()]
