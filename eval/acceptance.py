@@ -54,11 +54,13 @@ from eval.decode.engine import Step, decode
 from eval.measure.acceptance_stats import (
     PromptSteps,
     compute_share,
+    compute_tau,
     count_dialogues,
     format_interval,
     format_shown_interval,
     print_acceptance_lengths,
     select_tree_figures,
+    sum_by_dialogue,
     summarise_acceptance,
 )
 from eval.measure.measurement import (
@@ -70,7 +72,12 @@ from eval.measure.measurement import (
     print_notes,
     write_result,
 )
-from eval.measure.prompts import Prompt, count_thinking_tokens
+from eval.measure.modes import (
+    build_mode_rows,
+    compute_mode_figures,
+    find_text_spans,
+)
+from eval.measure.prompts import Prompt
 from eval.measure.replay import compare_first_choices, rank_candidates, replay_drafter, replay_tree
 from eval.measure.results import export_results, format_conditions, write_files
 from eval.measure.speculation_profile import compare_with_published
@@ -112,28 +119,36 @@ def main(config: AcceptanceRun) -> None:
     if first is None or first.is_main_process:
         console = Console()
         console.print(build_conditions_table(results))
+        pooled = pool_conditions(results, config.seed)
+        print_modes(build_mode_rows(pooled), console)
         path = Path(config.out_dir) / CONDITIONS_FILE
         content = {
             "head": config.head.path, "target": config.target.path,
-            "conditions": build_condition_rows(results),
+            "conditions": build_condition_rows(results), **pooled,
         }  # fmt: skip
         write_files({path: json.dumps(content, indent=2) + "\n"}, f"out_dir={config.out_dir}")
         plot_comparison(results, picture := path.with_suffix(".png"), "")
         console.print(f"wrote {path}, {picture}", highlight=False, soft_wrap=True)
-        print_conclusion(config, next(iter(results.values())))
+        print_conclusion(config, next(iter(results.values())), pooled)
 
 
-def print_conclusion(config: AcceptanceRun, result: Mapping[str, Any]) -> None:
+def print_conclusion(
+    config: AcceptanceRun, result: Mapping[str, Any], pooled: Mapping[str, Any] | None = None
+) -> None:
     """Print the verdict of a result (of the first condition), and the command that is next.
 
     For a head that is worth it, the command measures the same drafts in seconds.
+
+    Args:
+        config: settings of the command.
+        result: result to judge.
+        pooled: figures over all conditions, whose modes are judged in place of the result's own.
     """
     if published := format_published(result):
         Console().print(published, highlight=False, markup=False, soft_wrap=True)
     same = collect_changed_settings(config, *(field.name for field in fields(SpeedupRun)))
-    print_verdict(
-        "acceptance", judge_acceptance(result), config, same | {"out_dir": config.out_dir}
-    )
+    verdict = judge_acceptance(result, pooled)
+    print_verdict("acceptance", verdict, config, same | {"out_dir": config.out_dir})
 
 
 def measure_and_report(measurement: Measurement, config: AcceptanceRun) -> dict[str, Any]:
@@ -191,7 +206,8 @@ def measure_acceptance(
             PromptSteps(**row[name] | {"steps": [Step(**step) for step in row[name]["steps"]]})
             for row in rows
         ]
-        return summarise_acceptance(prompts, depth, config.seed)
+        by_mode = compute_mode_figures([p.build_row() for p in prompts], config.seed)
+        return {**summarise_acceptance(prompts, depth, config.seed), "by_mode": by_mode}
 
     head = measurement.head
     chain, tree = figures("chain", head.chain.depth), figures("tree", head.tree.depth)
@@ -220,10 +236,8 @@ def _build_prompt_row(
     head, length = measurement.head, config.max_new_tokens
 
     def row(response: list[int], steps: list[Step], drafted: list[int]) -> dict[str, Any]:
-        thinking = count_thinking_tokens(
-            prompt, response, measurement.embeddings_and_output_head.tokenizer
-        )
-        place = (prompt.dialogue, prompt.turn, thinking, len(prompt.token_ids))
+        spans = find_text_spans(prompt, response, measurement.embeddings_and_output_head.tokenizer)
+        place = (prompt.dialogue, prompt.turn, len(prompt.token_ids), spans)
         return asdict(PromptSteps(prompt.category, steps, drafted, *place))
 
     def decoded(name: str) -> dict[str, Any]:
@@ -268,33 +282,37 @@ def print_acceptance(result: dict[str, Any], console: Console) -> None:
             f"{in_tree['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in row["alpha"]),
         )  # fmt: skip
     console.print(table)
-    for part, row in result["by_part"].items():
-        if part in tree["by_part"]:  # sampled texts of chain and tree may differ
-            in_part = tree["by_part"][part]["tau"]
-            console.print(
-                f"{part}: tau {row['tau']:.3f}, tree {in_part:.3f}, {row['num_tokens']} tokens"
-            )
+    print_modes(build_mode_rows(result, tree), console)
     print_acceptance_lengths(result["acceptance_length"], console)
+
+
+def print_modes(lines: list[list[str]], console: Console) -> None:
+    """Print the rows of `build_mode_rows` as a table, if there are any."""
+    if lines:
+        table = Table(title="tau by mode")
+        for column in lines[0]:
+            table.add_column(column, justify="left" if column == "mode" else "right")
+        for line in lines[1:]:
+            table.add_row(*line)
+        console.print(table)
 
 
 def build_conditions_table(results: Mapping[str, dict[str, Any]]) -> Table:
     """Build a table with a row per condition; its `tokens` are the median of prompt tokens."""
     rows = build_condition_rows(results)
-    parts = [
-        part for part in ("thinking", "answer") if any(r[f"tau_{part}"] for r in rows.values())
-    ]
     table = Table(title="Acceptance by condition")
     table.add_column("condition", overflow="fold")
-    for column in ("prompts", "tokens", "tau, 95%", "as vLLM", "tree", *parts):
+    for column in ("prompts", "tokens", "tau, 95%", "as vLLM", "tree"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, row in rows.items():
         bounds = "" if row["tau_ci95"] is None else f" {format_interval(row['tau_ci95'])}"
-        keys = ("per_draft", "tau_tree", *(f"tau_{part}" for part in parts))
-        figures = (row[key] for key in keys)
         table.add_row(
             name or "as given", str(row["num_prompts"]), f"{row['prompt_tokens']:.0f}",
             f"{row['tau']:.2f}{bounds}",
-            *("-" if figure is None else f"{figure:.2f}" for figure in figures),
+            *(
+                "-" if figure is None else f"{figure:.2f}"
+                for figure in (row["per_draft"], row["tau_tree"])
+            ),
         )  # fmt: skip
     return table
 
@@ -303,7 +321,6 @@ def build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dic
     """Build the figures of `conditions.json` for each condition, by its name."""
     rows = {}
     for name, result in results.items():
-        tau_by_part = {part: figures["tau"] for part, figures in result["by_part"].items()}
         rows[name] = {
             "num_prompts": result["num_prompts"],
             "prompt_tokens": statistics.median(row["prompt_tokens"] for row in result["prompts"]),
@@ -311,13 +328,33 @@ def build_condition_rows(results: Mapping[str, dict[str, Any]]) -> dict[str, dic
             "tau_ci95": result["tau_ci95"],
             "per_draft": result["acceptance_length"]["drafts"]["pooled"],
             "tau_tree": select_tree_figures(result)["tau"],
-            "tau_thinking": tau_by_part.get("thinking"),
-            "tau_answer": tau_by_part.get("answer"),
+            "by_mode": result["by_mode"],
             "alpha": result["alpha"],
             "mode": result["mode"],
             "conditions": result["conditions"],
         }
     return rows
+
+
+def pool_conditions(results: Mapping[str, dict[str, Any]], seed: int) -> dict[str, Any]:
+    """Compute tau of the chain over all conditions, and by mode; a condition is a mode too.
+
+    Dialogues of the same data are the same dialogues under each condition.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    rows = [
+        {
+            **row,
+            "condition": name or "as given",
+            "dialogue": numbers.setdefault(
+                (result["data"]["sha256"], row["dialogue"]), len(numbers)
+            ),
+        }
+        for name, result in results.items()
+        for row in result["prompts"]
+    ]
+    by_mode = compute_mode_figures(rows, seed, left_out=())
+    return {"tau": compute_tau(sum_by_dialogue(rows)), "by_mode": by_mode}
 
 
 if __name__ == "__main__":

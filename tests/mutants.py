@@ -19,6 +19,7 @@ TESTS = {
     "train/batch/data_loader.py": "train/batch/test_data_loader train/loop/test_loop",
     "train/parallel/optimizers.py": "train/parallel/test_optimizers",
     "eval/measure/acceptance_stats.py": "eval/measure/test_acceptance_stats",
+    "eval/measure/modes.py": "eval/measure/test_modes",
     "eval/measure/results.py": "eval/measure/test_results",
     "eval/compare/acceptance_files.py": "eval/compare/test_acceptance_files",
     "eval/measure/replay.py": "eval/decode/test_engine",

@@ -36,12 +36,15 @@ class Notation:
         closing: text after an answer.
         call: texts before a tool's name, between name and JSON arguments, and after the arguments;
             None if the template does not render calls in JSON.
+        call_tags: texts before a tool's name and after its arguments, in any notation, without
+            JSON's signs; None if the template renders no calls.
     """
 
     text: str
     thinking: tuple[tuple[str, str], ...]
     closing: str
     call: tuple[str, str, str] | None
+    call_tags: tuple[str, str] | None
 
 
 def parse_reply(
@@ -78,6 +81,14 @@ def thinking_tags(template: ChatTemplate, tools: Tools = None) -> tuple[tuple[st
     thinking = _detect_notation(template, with_tools=tools is not None).thinking
     pairs = ((before.strip(), between.strip()) for before, between in thinking)
     return tuple((before, between) for before, between in pairs if before and between)
+
+
+def call_tags(template: ChatTemplate) -> tuple[str, str] | None:
+    """Return the texts before a tool's name and after its arguments, either of which may be empty.
+
+    Returns None if the template renders no calls.
+    """
+    return _detect_notation(template, with_tools=True).call_tags
 
 
 def _cut_turn_end(written: str, closing: str, template: ChatTemplate) -> str:
@@ -143,7 +154,8 @@ def _detect_notation(template: ChatTemplate, *, with_tools: bool) -> Notation:
         before, thought_text, rest = turn.written.partition(THOUGHT) if turn else ("", "", "")
         if thought_text and follows and follows in rest:
             thinking.insert(0, (before, rest.partition(follows)[0]))
-    return Notation(lead, tuple(thinking), closing, call)
+    tags = _find_call_tags(called.written, template) if called else None
+    return Notation(lead, tuple(thinking), closing, call, tags)
 
 
 def _find_call_texts(
@@ -155,6 +167,15 @@ def _find_call_texts(
         return None
     before, _, between = written[: arguments.start()].rpartition("look")
     return before, between, _cut_turn_end(written[arguments.end() :], closing, template)
+
+
+def _find_call_tags(written: str, template: ChatTemplate) -> tuple[str, str] | None:
+    """Find the texts around a call of `look` (`Notation.call_tags`); None if there is no call."""
+    before, name, rest = written.partition("look")
+    if not name or ANSWER not in rest:
+        return None
+    after = re.sub(rf"({template.stop_pattern})\s*$", "", rest.rpartition(ANSWER)[2])
+    return before.partition("{")[0].strip(), re.sub(r'^["}\]\s]+', "", after).strip()
 
 
 def _find_probe_turn(messages: Messages, template: ChatTemplate, tools: Tools) -> Turn | None:

@@ -270,7 +270,6 @@ def _check_own(row: dict[str, Any]) -> None:
         raise MalformedRowError(f"conditions.{missing[0]}", "nothing", "words")
     if "draft_tokens" in row:  # present if a reference file may be made of it
         length = parse_whole_number(row["draft_tokens"], "draft_tokens", 1, LONGEST)
-        parse_object(row.get("by_part"), "by_part", "figures by part")
         parse_items(row["prompts"], "prompts", partial(_check_golden_row, length))
 
 

@@ -28,7 +28,8 @@ from eval.measure.acceptance_stats import (
     summarise_acceptance,
 )
 from eval.measure.measurement import Measurement
-from eval.measure.prompts import Prompt, count_thinking_tokens
+from eval.measure.modes import compute_mode_figures, find_text_spans
+from eval.measure.prompts import Prompt
 from eval.preflight_checks import BASELINES, VANILLA
 from heads.target_model.model import Target
 
@@ -36,7 +37,7 @@ PARTS = ("prefill", *STEP_PARTS, "host")
 TIMES = ("prefill", *STEP_PARTS, "total")
 SHARED = (
     "draft_tokens", "tau", "tau_ci95", "acceptance_length", "alpha", "per_position", "histogram",
-    "num_steps", "num_drafted", "num_accepted", "by_part",
+    "num_steps", "num_drafted", "num_accepted",
 )  # fmt: skip
 """Figures of `acceptance.json` that each method has too."""
 WAITS = ("first_token_ms", "between_tokens_ms")
@@ -72,7 +73,7 @@ def _summarise_method(
     steps = [
         PromptSteps(
             run.prompt.category, text.steps, text.drafted, run.prompt.dialogue, run.prompt.turn,
-            count_thinking_tokens(run.prompt, text.token_ids, tokenizer), len(run.prompt.token_ids),
+            len(run.prompt.token_ids), find_text_spans(run.prompt, text.token_ids, tokenizer),
         )
         for run, text in zip(runs, texts, strict=True)
     ]  # fmt: skip
@@ -89,6 +90,7 @@ def _summarise_method(
         "num_tokens": sum(len(text.token_ids) for text in texts),
         "breakdown": _sum_part_seconds(name, runs),
         "lossy": method.lossy,
+        "by_mode": compute_mode_figures([each.build_row() for each in steps], seed),
         "by_category": {},
         "by_input_length": {},
         **method.settings,
@@ -114,6 +116,7 @@ def _summarise_method(
                 "per_draft": row["per_draft"],
                 **compute_speedup_figures(name, baseline, members, seed),
                 "num_prompts": row["num_prompts"],
+                "num_dialogues": row["num_dialogues"],
             }
     if (tree := method.tree) is not None and tree.num_nodes > 1:
         paths = [path for text in texts for path in text.paths]

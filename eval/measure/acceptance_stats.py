@@ -26,7 +26,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -68,8 +68,8 @@ class PromptSteps:
         drafted: draft tokens that each pass verified, if counted.
         dialogue: number of the dialogue; intervals group its prompts, as they share a topic.
         turn: turn of the dialogue, from 1.
-        num_thinking: thinking tokens at the start of the response.
         prompt_tokens: tokens of the prompt; 0 if not counted.
+        spans: thinking, tool calls and code blocks of the answer (`modes.find_text_spans`).
     """
 
     category: str
@@ -77,8 +77,8 @@ class PromptSteps:
     drafted: Sequence[int] = ()
     dialogue: int = 0
     turn: int = 1
-    num_thinking: int = 0
     prompt_tokens: int = 0
+    spans: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def build_row(self) -> dict[str, Any]:
         """Build the row of a results file: numbers per pass."""
@@ -87,6 +87,7 @@ class PromptSteps:
             "turn": self.turn,
             "category": self.category,
             "prompt_tokens": self.prompt_tokens,
+            "spans": dict(self.spans),
             "drafted": list(self.drafted),
             "accepted": [step.num_accepted for step in self.steps],
             "emitted": [step.num_emitted for step in self.steps],
@@ -109,6 +110,7 @@ def summarise_acceptance(
                 **_compute_group_figures(members, depth),
                 "ci95": compute_tau_interval(members, seed),
                 "num_prompts": len(members),
+                "num_dialogues": len({prompt.dialogue for prompt in members}),
             }
             for name, members in groups.items()
         }
@@ -128,7 +130,6 @@ def summarise_acceptance(
         )
         if counted
         else {},
-        "by_part": compute_part_figures(prompts, depth),
         "num_prompts": len(prompts),
         "num_tokens": sum(step.num_emitted for prompt in prompts for step in prompt.steps),
         "num_steps": sum(len(prompt.steps) for prompt in prompts),
@@ -171,30 +172,6 @@ def _compute_group_figures(prompts: Sequence[PromptSteps], depth: int) -> dict[s
         "tau": tau(prompts),
         "per_draft": compute_mean_acceptance_length([prompt.build_row() for prompt in prompts]),
         "alpha": alpha(prompts, depth),
-    }
-
-
-def compute_part_figures(prompts: Sequence[PromptSteps], depth: int) -> dict[str, dict[str, Any]]:
-    """Compute figures of thinking and of answers apart; empty without thinking.
-
-    A pass belongs to the part of its first token.
-    """
-    if not any(prompt.num_thinking for prompt in prompts):
-        return {}
-    parts: dict[str, list[PromptSteps]] = {"thinking": [], "answer": []}
-    for prompt in prompts:
-        place = 1  # the prompt's own pass gives the first token
-        sizes = prompt.drafted or [depth] * len(prompt.steps)
-        for step, size in zip(prompt.steps, sizes, strict=True):
-            part = "thinking" if place < prompt.num_thinking else "answer"
-            parts[part].append(PromptSteps("", [step], [size]))
-            place += step.num_emitted
-    return {
-        name: {
-            **_compute_group_figures(passes, depth),
-            "num_tokens": sum(each.steps[0].num_emitted for each in passes),
-        }
-        for name, passes in parts.items()
     }
 
 
@@ -433,8 +410,9 @@ def sum_by_dialogue(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
     return [(sum(tokens), len(tokens)) for tokens in emitted]
 
 
-def compute_tau(sums: Sequence[Ratio]) -> float:
-    """Compute the mean tokens per verify pass from sums of both; 1.0 without passes."""
+def compute_tau(sums: Iterable[Ratio]) -> float:
+    """Compute tau from emitted tokens and verify passes; 1.0 without passes."""
+    sums = list(sums)
     num_steps = sum(passes for _, passes in sums)
     return sum(tokens for tokens, _ in sums) / num_steps if num_steps else 1.0
 

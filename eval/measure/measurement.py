@@ -41,6 +41,7 @@ from eval.measure.measured_head import MeasuredHead, get_device_name, load_measu
 from eval.measure.prompts import (
     Prompt,
     check_prompt,
+    format_unread_settings,
     render_first_turns,
     render_next_turn,
     select_process_prompts,
@@ -182,7 +183,11 @@ def open_measurement(
         raise InputError(f"data.path: no prompt can be used, the first because: {left_out[0]}")
     target_changes: list[str] = []
     if state.is_main_process:
-        print_notes(*kernel_notice(target.device), *(f"left out: {why}" for why in left_out))
+        print_notes(
+            *kernel_notice(target.device),
+            *(f"left out: {why}" for why in left_out),
+            *format_unread_settings(prompts, encoder),
+        )
         lengths = [len(prompt.token_ids) + run.max_new_tokens for prompt in prompts]
         windows = [(head.path, head.draft_head.max_positions or max(lengths)) for head in heads]
         print_notes(

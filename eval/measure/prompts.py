@@ -1,6 +1,6 @@
 """Prompts to measure on: questions of dialogues, turn by turn, split over processes."""
 
-from bisect import bisect_left
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +10,8 @@ from data.prepared.packing import check_token_ids
 from data.rows.records import Messages, Record
 from data.templates.chat_template import Tools
 from data.templates.record_encoder import RecordEncoder
-from data.templates.reply_parser import parse_reply, thinking_tags
+from data.templates.reply_parser import call_tags, parse_reply, thinking_tags
 from heads.target_model.embeddings_and_output_head import EmbeddingsAndOutputHead
-
-OPENING_TOKENS = 32  # tokens at the end of a prompt that may open the thinking
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,9 @@ class Prompt:
     """Rendered messages; the last is the user's."""
     thinking: tuple[tuple[str, str], ...] = ()
     """Pairs of tags around thinking in the response, in all their spellings."""
+    call_tags: tuple[str, str] | None = None
+    """Texts around tool calls in the response; None without tools, or where a template renders no
+    calls."""
     location: str = ""
     """File and line of the record, and the turn."""
     tools: Tools = None
@@ -104,11 +105,51 @@ def _encode_turn(
         token_ids = encoder.encode_prompt(messages, record.tools, record.template_kwargs)
     except InputError as error:
         raise InputError(f"{location}: {error}") from None
-    tags = thinking_tags(encoder.build_template(record.template_kwargs, record.tools), record.tools)
-    kwargs = encoder.template_kwargs | dict(record.template_kwargs)
+    template = encoder.build_template(record.template_kwargs, record.tools)
     return Prompt(
-        record.category, token_ids, dialogue, turn, messages, tags, location, record.tools, kwargs
-    )
+        record.category, token_ids, dialogue, turn, messages,
+        thinking=thinking_tags(template, record.tools),
+        call_tags=call_tags(template) if record.tools else None,
+        location=location, tools=record.tools,
+        template_kwargs=encoder.template_kwargs | dict(record.template_kwargs),
+    )  # fmt: skip
+
+
+def format_unread_settings(prompts: Sequence[Prompt], encoder: RecordEncoder) -> list[str]:
+    """Format a line for tools that the target's template hides, and for variables it never reads.
+
+    Figures of such prompts say nothing of tool calls or of thinking.
+
+    Args:
+        prompts: first prompts of the dialogues.
+        encoder: encoder with the target's chat template.
+    """
+    lines = []
+    hidden = sum(not _shows_tools(prompt, encoder) for prompt in prompts)
+    if hidden:
+        lines.append(
+            f"{hidden} of {len(prompts)} prompts have tools that the target's chat template does "
+            "not show, so no answer to them calls a tool; measure a target whose template reads "
+            "'tools'"
+        )
+    sources = {
+        name: encoder.build_template(prompt.template_kwargs, prompt.tools).source
+        for prompt in prompts
+        for name in prompt.template_kwargs
+    }
+    lines += [
+        f"data.chat_template_kwargs: the target's chat template reads no {name!r}, so this changes "
+        "no prompt"
+        for name, source in sources.items()
+        if name != "chat_template" and not re.search(rf"\b{re.escape(name)}\b", source)
+    ]
+    return lines
+
+
+def _shows_tools(prompt: Prompt, encoder: RecordEncoder) -> bool:
+    """Tell whether a prompt names all of its tools; True without tools."""
+    text = encoder.tokenizer.decode(prompt.token_ids) if prompt.tools else ""
+    return all(str(tool.get("function", tool).get("name")) in text for tool in prompt.tools or ())
 
 
 def check_prompt(target: EmbeddingsAndOutputHead, prompt: Prompt, max_new_tokens: int) -> None:
@@ -127,25 +168,6 @@ def check_prompt(target: EmbeddingsAndOutputHead, prompt: Prompt, max_new_tokens
             f"{length + max_new_tokens}, above the target's window of {target.max_positions}; "
             "lower max_new_tokens or num_turns, or set data.on_bad_row=skip to skip such turns"
         )
-
-
-def count_thinking_tokens(prompt: Prompt, token_ids: list[int], tokenizer: Any) -> int:
-    """Count thinking tokens of a response, including the end tag; all tokens if it has none."""
-
-    def text(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    if not prompt.thinking:
-        return 0
-    read, written = text(prompt.token_ids[-OPENING_TOKENS:]).rstrip(), text(token_ids)
-    for begin, end in prompt.thinking:
-        if read.endswith(begin) or written.lstrip().startswith(begin):
-            before, tag, _ = written.partition(end)
-            length = len(before + tag)
-            return bisect_left(
-                range(len(token_ids)), length, key=lambda n: len(text(token_ids[:n]))
-            )
-    return 0
 
 
 def select_process_prompts(

@@ -20,6 +20,7 @@ from eval.measure.acceptance_stats import (
     count_accepted_histogram,
     select_tree_figures,
 )
+from eval.measure.modes import THINKING
 
 SHORT = 8
 """Digits of a checksum to show."""
@@ -224,7 +225,8 @@ def format_golden_lengths(rows: Mapping[int, Mapping[str, Any]], result: Mapping
         for size, row in sorted(rows.items())
     }
     target = str((result.get("target_identity") or {}).get("name") or result.get("target"))
-    thinking = "thinking_on" if any(row["by_part"] for row in rows.values()) else "thinking_off"
+    spans = [text.get("spans", ()) for row in rows.values() for text in row["prompts"]]
+    thinking = "thinking_on" if any(THINKING in each for each in spans) else "thinking_off"
     kwargs = ((result.get("config") or {}).get("data") or {}).get("chat_template_kwargs") or {}
     last, length = list(lengths.items())[-1]
     texts = [build_vllm_metrics(text, last) for text in rows[last]["prompts"]]

@@ -23,6 +23,7 @@ from eval.measure.acceptance_stats import (
     format_interval,
     select_tree_figures,
 )
+from eval.measure.modes import find_fallen_modes
 from eval.preflight_checks import METHODS
 
 WEAK_TAU = 1.5
@@ -69,11 +70,17 @@ class Verdict:
     sentence: str
 
 
-def judge_acceptance(result: Mapping[str, Any]) -> Verdict:
-    """Judge an `acceptance.json` by tau of the chain; name that of the tree where it is larger."""
+def judge_acceptance(result: Mapping[str, Any], pooled: Mapping[str, Any] | None = None) -> Verdict:
+    """Judge an `acceptance.json` by tau of the chain; name that of the tree where it is larger.
+
+    Args:
+        result: content of the file.
+        pooled: figures over several conditions, whose modes are judged in place of the result's.
+    """
     verdict, tree = _judge_chain(result), select_tree_figures(dict(result))["tau"]
     more = f" The tree's tau is {tree:.2f}, but {TREES}" if tree > result["tau"] else ""
-    return _add_reservations(replace(verdict, sentence=verdict.sentence + more), result)
+    verdict = replace(verdict, sentence=verdict.sentence + more)
+    return _add_reservations(verdict, result, result if pooled is None else pooled)
 
 
 def format_published(result: Mapping[str, Any]) -> str:
@@ -100,8 +107,22 @@ def format_published(result: Mapping[str, Any]) -> str:
     )
 
 
-def _add_reservations(verdict: Verdict, result: Mapping[str, Any]) -> Verdict:
-    """Add what makes figures too good or too bad, or llama.cpp slow, to a verdict."""
+def _add_reservations(
+    verdict: Verdict, result: Mapping[str, Any], figures: Mapping[str, Any]
+) -> Verdict:
+    """Add where drafts fail, and what makes figures too good or too bad, or llama.cpp slow.
+
+    Args:
+        verdict: verdict so far.
+        result: content of the file.
+        figures: figures of the judged drafts by mode.
+    """
+    if fallen := find_fallen_modes(figures):
+        more = (
+            " In some modes the target accepts at most half as many draft tokens as on average "
+            f"({figures['tau'] - 1:.2f} per pass): {'; '.join(fallen)}."
+        )
+        verdict = replace(verdict, sentence=verdict.sentence + more)
     data = result.get("data") or {}
     trained = data.get("trained_on") or []
     known = max(((each["num_trained"] or 0, each["num_dialogues"]) for each in trained), default=())
@@ -165,7 +186,7 @@ def judge_speedup(result: Mapping[str, Any], kinds: Sequence[str]) -> Verdict | 
     verdict = _judge_method(chain, methods)
     if tree is not None and methods[tree]["speedup"] > methods[chain]["speedup"]:
         verdict = replace(verdict, sentence=f"{verdict.sentence} {beside}")
-    return _add_reservations(verdict, result)
+    return _add_reservations(verdict, result, methods[chain])
 
 
 def _judge_method(name: str, methods: Mapping[str, Any]) -> Verdict:

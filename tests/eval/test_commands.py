@@ -23,7 +23,7 @@ from conf.settings.target import TargetConfig
 from data.rows.records import load_records
 from data.templates.record_encoder import RecordEncoder
 from eval import acceptance, serve, speedup, tree_search
-from eval.acceptance import build_conditions_table
+from eval.acceptance import pool_conditions
 from eval.decode.engine import decode
 from eval.measure import measurement as bench
 from eval.measure.acceptance_stats import PromptSteps, tau
@@ -90,7 +90,7 @@ def measured(setting: dict, out_dir: Path, **changes: Any) -> dict:
 def figures(result: dict, tree: str) -> list:
     names = (
         "tau", "acceptance_length", "alpha", "per_position", "histogram", "by_category",
-        "by_input_length", "num_tokens", "draft_tokens", tree,
+        "by_input_length", "by_mode", "num_tokens", "draft_tokens", tree,
     )  # fmt: skip
     return [result[name] for name in names]
 
@@ -291,6 +291,7 @@ def test_all_conditions_stand_in_one_table(
     assert rows[""]["tau"] == json.loads((tmp_path / "alone/acceptance.json").read_text())["tau"]
     shown = capsys.readouterr().out
     assert re.search(r"│ as given +│ +2 │ +\d+ │ \d\.\d\d \d", shown)
+    assert re.search(r"│ condition: as given +│ +2 │ \d\.\d{3} │", shown)
     assert f"\nwrote {tmp_path}/conditions.json, {tmp_path}/conditions.png\n" in shown
     assert (tmp_path / "conditions.png").is_file()
     monkeypatch.setattr(acceptance, "plot_comparison", lambda *_: None)
@@ -309,12 +310,17 @@ def test_all_figures_are_shown_in_tables(capsys) -> None:
     lengths = {"drafts": {"pooled": 2.0, "turns": 2.125, "dialogues": 2.25}}
     tree = {
         "tau": 3.0, "by_category": {"math": {"tau": 2.5}, "chat": {"tau": 3.5}},
-        "by_part": {"answer": {"tau": 2.75}},
+        "by_mode": {"text": {"prose": {"tau": 2.75}}},
     }  # fmt: skip
     result = {
         "mode": "replay", **many, "num_prompts": 13, "tau_ci95": (1.5, 2.5),
         "by_category": {"math": one, "chat": many}, "static_tree": tree,
-        "by_part": {"answer": {"tau": 1.25, "num_tokens": 7}, "thinking": {"tau": 1.0}},
+        "by_mode": {
+            "text": {
+                "prose": {"tau": 1.25, "tau_ci95": [1.0, 1.5], "num_dialogues": 8},
+                "thinking": {"tau": 1.0, "tau_ci95": None, "num_dialogues": 1},
+            }
+        },
         "prompts": [{"dialogue": n} for n in range(13)], "acceptance_length": lengths,
     }  # fmt: skip
     acceptance.print_acceptance(result, Console(width=90))
@@ -326,7 +332,10 @@ def test_all_figures_are_shown_in_tables(capsys) -> None:
         "math | 1 | 1.500 | - | 2.500 | 0.50",
         "chat | 12 | 2.000 | 1.75-2.25 | 3.500 | 0.75 0.25",
         "all | 13 | 2.000 | 1.50-2.50 | 3.000 | 0.75 0.25",
-        "answer: tau 1.250, tree 2.750, 7 tokens",
+        "tau by mode",
+        "mode | dialogues | tau | 95% interval | tau, tree",
+        "text: prose | 8 | 1.250 | 1.00-1.50 | 2.750",
+        "text: thinking | 1 | 1.000 | - | -",
         "Acceptance length of the chain, as others define it",
         "counted | pooled | mean over turns | over dialogues",
         "1 + accepted / drafts, as vLLM | 2.000 | 2.125 | 2.250",
@@ -358,20 +367,27 @@ def test_the_table_of_a_speedup_tells_what_is_lossy_and_what_differs(capsys) -> 
     assert "equal" not in capsys.readouterr().out
 
 
-def test_thinking_and_answers_have_columns_where_anything_thinks() -> None:
-    def result(by_part: dict) -> dict[str, Any]:
-        return {
-            "num_prompts": 1, "prompts": [{"prompt_tokens": 5}], "tau": 2.0, "tau_ci95": None,
-            "acceptance_length": {"drafts": {"pooled": 2.5}}, "static_tree": {"tau": 3.0},
-            "by_part": by_part, "alpha": [0.5], "mode": "replay", "conditions": {},
-        }  # fmt: skip
+def test_conditions_are_modes_of_all_that_they_measure() -> None:
+    def result(sha256: str, *emitted: int) -> dict[str, Any]:
+        rows = [
+            {
+                "dialogue": n, "turn": 1, "category": "all", "prompt_tokens": 5, "spans": {},
+                "drafted": [9], "accepted": [each - 1], "emitted": [each],
+            }
+            for n, each in enumerate(emitted)
+        ]  # fmt: skip
+        return {"data": {"sha256": sha256}, "prompts": rows}
 
-    plain = build_conditions_table({"": result({})})
-    assert [column.header for column in plain.columns][-2:] == ["as vLLM", "tree"]
-    parts = {"thinking": {"tau": 4.0}, "answer": {"tau": 1.5}}
-    both = build_conditions_table({"a": result(parts), "b": result({})})
-    assert [column.header for column in both.columns][-2:] == ["thinking", "answer"]
-    assert [list(column.cells) for column in both.columns][-2:] == [["4.00", "-"], ["1.50", "-"]]
+    pooled = pool_conditions({"": result("ab", 1, 2), "t=1": result("ab", 3, 4, 5)}, seed=0)
+    other = pool_conditions({"": result("ab", 1, 2), "t=1": result("cd", 3, 4, 5)}, seed=0)
+    assert pooled["tau"] == other["tau"] == 3.0
+    found = pooled["by_mode"]["condition"]
+    assert [(name, row["tau"], row["num_dialogues"]) for name, row in found.items()] == [
+        ("as given", 1.5, 2), ("t=1", 4.0, 3),
+    ]  # fmt: skip
+    # The same data are the same dialogues.
+    assert pooled["by_mode"]["turn"]["1"]["num_dialogues"] == 3
+    assert other["by_mode"]["turn"]["1"]["num_dialogues"] == 5
 
 
 # A measurement that was killed goes on; one of something else does not.

@@ -31,7 +31,7 @@ from heads.decoding.sampling import GREEDY, Sampling
 from heads.decoding.tree import Tree
 from tests.eval.report.test_plots import drawn, lines, said, ticks  # noqa: F401
 
-TARGET = SimpleNamespace(tokenizer=None)
+TARGET = SimpleNamespace(tokenizer=tokenizer())
 
 
 def prompt(category: str, dialogue: int = 0, turn: int = 1) -> Prompt:
@@ -105,6 +105,7 @@ def test_texts_are_shown_with_the_depth_at_which_each_token_was_accepted() -> No
 
 def test_where_texts_part_and_how_sure_the_target_was() -> None:
     target = endless_target()
+    target.tokenizer = tokenizer()
     own = decode(target, NoDraft(), [5, 6], 6).token_ids
     other = [*own[:3], own[3] + 1, *own[4:]]
     texts = {"vanilla": [own, own], "tree": [own, other], "chain": [own, own[:4]]}
@@ -205,8 +206,8 @@ def test_every_pass_of_every_prompt_is_in_the_result() -> None:
     [row] = summarised(found, methods)["methods"].values()
     assert row["prompts"] == [
         {
-            "dialogue": 7, "turn": 2, "category": "a", "prompt_tokens": 2, "drafted": [4, 2],
-            "accepted": [2, 0], "emitted": [3, 1], "num_tokens": 5,
+            "dialogue": 7, "turn": 2, "category": "a", "prompt_tokens": 2, "spans": {},
+            "drafted": [4, 2], "accepted": [2, 0], "emitted": [3, 1], "num_tokens": 5,
             "seconds": {
                 "prefill": [0.5, 0.5], "draft": [0, 0], "verify": [0, 0], "accept": [0, 0],
                 "step": [0, 0],

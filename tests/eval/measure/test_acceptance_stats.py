@@ -53,13 +53,14 @@ def test_categories_are_summed_up_by_themselves() -> None:
                 "per_draft": 2.0,
                 "alpha": [pytest.approx(2 / 3), 1.0],
                 "num_prompts": 1,
+                "num_dialogues": 1,
             },
             "b": {
                 "tau": 1.0, "ci95": None, "per_draft": 1.0, "alpha": [0.0, 0.0], "num_prompts": 1,
+                "num_dialogues": 1,
             },
         },
         "by_input_length": {},
-        "by_part": {},
         "num_prompts": 2,
         "num_tokens": 7,
         "num_steps": 5,
@@ -67,12 +68,12 @@ def test_categories_are_summed_up_by_themselves() -> None:
         "num_accepted": 3,
         "prompts": [
             {
-                "dialogue": 0, "turn": 1, "category": "a", "prompt_tokens": 0, "drafted": [],
-                "accepted": [2, 0, 1], "emitted": [3, 1, 1],
+                "dialogue": 0, "turn": 1, "category": "a", "prompt_tokens": 0, "spans": {},
+                "drafted": [], "accepted": [2, 0, 1], "emitted": [3, 1, 1],
             },
             {
-                "dialogue": 1, "turn": 2, "category": "b", "prompt_tokens": 0, "drafted": [4, 2],
-                "accepted": [0, 0], "emitted": [1, 1],
+                "dialogue": 1, "turn": 2, "category": "b", "prompt_tokens": 0, "spans": {},
+                "drafted": [4, 2], "accepted": [0, 0], "emitted": [1, 1],
             },
         ],
     }  # fmt: skip

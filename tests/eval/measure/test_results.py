@@ -154,7 +154,7 @@ def test_lengths_by_draft_tokens_and_names_that_are_no_plain_words() -> None:
     short, long = result(text(0, [1])), result(text(0, [3]), config={
         "data": {"chat_template_kwargs": {"enable_thinking": True}}
     })  # fmt: skip
-    long["by_part"] = {"thinking": {}, "answer": {}}
+    long["prompts"][0]["spans"] = {"thinking": [[0, 4]]}
     long["target_identity"]["name"] = "models/my: own\nmodel"
     written = format_golden_lengths({3: long, 1: short}, long)
     assert yaml.safe_load(written) == {"my: own\nmodel": {"thinking_on": {1: 2.0, 3: 4.0}}}

@@ -66,6 +66,28 @@ def test_figures_that_are_too_good_are_no_reason_to_go_on() -> None:
         assert judge(result | few) == fresh
 
 
+def test_modes_in_which_drafts_fail_are_said() -> None:
+    low = {"tau": 1.4, "tau_ci95": (1.3, 1.45), "num_dialogues": 9}
+    fallen = {"by_mode": {"text": {"tool call": low, "prose": low | {"tau_ci95": (1.3, 1.6)}}}}
+    said = (
+        " In some modes the target accepts at most half as many draft tokens as on average (1.00 "
+        "per pass): text: tool call 0.40 (0.30-0.45, 9 dialogues)."
+    )
+    chain = acceptance(10, 2.0, (1.8, 2.2))
+    plain = judge_acceptance(chain)
+    assert judge_acceptance(chain | fallen) == Verdict(Outcome.worth, f"{plain.sentence}{said}")
+    # Of several conditions, the modes of all of them.
+    assert judge_acceptance(chain, {"tau": 2.0, **fallen}).sentence == f"{plain.sentence}{said}"
+    assert judge_acceptance(chain | fallen, {"tau": 2.0}) == plain
+    # Of a speed-up, the modes of the chain that is judged.
+    measured = speedup(10, eagle_chain=(1.4, (1.3, 1.5)), eagle_tree=(1.2, (1.1, 1.3)))
+    plain = judge_speedup(measured, ["eagle"])
+    measured["methods"]["eagle_tree"] |= fallen
+    assert judge_speedup(measured, ["eagle"]) == plain
+    measured["methods"]["eagle_chain"] |= fallen | {"tau": 2.0}
+    assert judge_speedup(measured, ["eagle"]) == Verdict(Outcome.worth, f"{plain.sentence}{said}")
+
+
 def test_a_head_of_another_target_is_not_judged() -> None:
     result = acceptance(10, 2.0, (1.8, 2.2)) | {"data": {"target_changes": ["head.path=..."]}}
     verdict = judge_acceptance(result)
