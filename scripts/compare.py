@@ -38,10 +38,13 @@ from eval.compare.acceptance_files import (
 from eval.measure.acceptance_stats import (
     LENGTH_DEFINITIONS,
     compare_tau,
+    compute_tau,
     format_interval,
     select_tree_figures,
+    sum_by_dialogue,
 )
 from eval.measure.data_statement import format_training_notes
+from eval.measure.modes import group_passes
 from eval.measure.results import (
     GOLDEN,
     build_markdown_table,
@@ -144,13 +147,56 @@ def build_acceptance_rows(results: dict[str, dict[str, Any]]) -> list[Sequence[s
                 name,
                 f"{result['tau']:.3f}",
                 format_interval(result["tau_ci95"], 3, " to "),
-                "" if name == first else _format_difference(reference, result),
+                ""
+                if name == first
+                else _format_difference(reference["prompts"], result["prompts"]),
                 f"{tree['tau']:.3f}",
-                "" if name == first else _format_difference(select_tree_figures(reference), tree),
+                ""
+                if name == first
+                else _format_difference(select_tree_figures(reference)["prompts"], tree["prompts"]),
                 " ".join(f"{rate:.2f}" for rate in result["alpha"]),
             ]
         )
     return lines
+
+
+def build_mode_comparison(results: dict[str, dict[str, Any]]) -> list[Sequence[str]]:
+    """Build a header, and a row per mode that divides the prompts or texts: tau of each head.
+
+    A dialogue counts where any head has passes in it; sampled texts of heads may differ.
+    """
+    (first, reference), *others = results.items()
+    header = ["mode, tau of chains", "dialogues", first]
+    for name, _ in others:
+        header += [name, f"more than {first}"]
+    lines: list[Sequence[str]] = [header]
+    groups = [group_passes(result["prompts"]) for result in results.values()]
+    for mode, values in groups[0].items():
+        shared = [
+            value for value in values if all(value in group.get(mode, {}) for group in groups)
+        ]
+        for value in shared if len(values) > 1 else ():
+            known = {row["dialogue"] for group in groups for row in group[mode][value]}
+            one, *rest = (
+                _fill_rows(group[mode][value], reference["prompts"], known) for group in groups
+            )
+            cells = [f"{compute_tau(sum_by_dialogue(one)):.3f}"]
+            for rows in rest:
+                figure = f"{compute_tau(sum_by_dialogue(rows)):.3f}"
+                cells += [figure, _format_difference(one, rows)]
+            lines.append([f"{mode}: {value}", str(len(known)), *cells])
+    return lines
+
+
+def _fill_rows(
+    rows: Sequence[dict[str, Any]], texts: Sequence[dict[str, Any]], dialogues: set[int]
+) -> list[dict[str, Any]]:
+    """List a row for each text of some dialogues; a text without passes of its own has no pass."""
+    own = {(row["dialogue"], row["turn"]): row for row in rows}
+    places = [(text["dialogue"], text["turn"]) for text in texts if text["dialogue"] in dialogues]
+    return [
+        own.get(place, {"dialogue": place[0], "turn": place[1], "emitted": []}) for place in places
+    ]
 
 
 def _describe_prompts(results: dict[str, dict[str, Any]]) -> str:
@@ -163,8 +209,8 @@ def _describe_prompts(results: dict[str, dict[str, Any]]) -> str:
     return f"{first['num_prompts']} prompts of {data}, {turns}, {choice}:"
 
 
-def _format_difference(first: dict[str, Any], second: dict[str, Any]) -> str:
-    figure, interval = compare_tau(first["prompts"], second["prompts"], seed=0)
+def _format_difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> str:
+    figure, interval = compare_tau(first, second, seed=0)
     return (
         f"{figure:+.3f} ({'-' if interval is None else ' to '.join(f'{e:+.3f}' for e in interval)})"
     )
@@ -193,8 +239,10 @@ def compare_own_results(
         for trained in (result.get("data") or {}).get("trained_on") or ()
         for note in format_training_notes(result["data"], trained, name)
     ]
-    table = build_markdown_table(build_acceptance_rows(results))
-    text = "\n".join([f"{_describe_prompts(results)}\n\n{table}", *notes])
+    tables = [build_markdown_table(build_acceptance_rows(results))]
+    if len(modes := build_mode_comparison(results)) > 1:
+        tables.append(build_markdown_table(modes))
+    text = "\n".join(["\n\n".join([_describe_prompts(results), *tables]), *notes])
     files: dict[str, Callable[..., None]] = {"comparison.png": partial(plot_comparison, results)}
     if lengths := build_golden_lengths(results):
         files[GOLDEN] = lambda path: write_atomically(path, lengths)

@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 from conf.command.run_record import flatten_settings
 from conf.files import write_atomically
 from eval.measure.acceptance_stats import format_interval
+from eval.measure.modes import CATEGORY, list_modes
 from eval.report.plots import DEEPEST, STEP_PARTS, compute_step_ms
 from heads.decoding.tree import Tree
 
@@ -118,6 +119,7 @@ def _build_view(result: dict[str, Any]) -> dict[str, Any]:
         "speedup_axis": make_interval_axis(list(methods.values()), "speedup", 6, 134),
         "sizes": result.get("concurrency", {}),
         "categories": _build_category_panels(methods, baselines),
+        "modes": _build_mode_cells(methods, baselines),
         "alpha": _place_alpha_lines(methods),
         "passes": passes,
         "ms_axis": Axis(0, max((sum(t.values()) for t in passes.values()), default=1), 0, 400),
@@ -180,6 +182,18 @@ def _build_category_panels(
             "tau": make_interval_axis(rows, "tau", 242, 364),
         },
     }
+
+
+def _build_mode_cells(
+    methods: dict[str, dict[str, Any]], baselines: list[str]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Build a row per value of each mode but categories: the figures of each drafting method."""
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in (name for name in methods if name not in baselines):
+        for mode, values in list_modes(methods[name]).items():
+            for value, row in values.items() if mode != CATEGORY else ():
+                cells.setdefault(f"{mode}: {value}", {})[name] = row
+    return cells
 
 
 def _place_alpha_lines(methods: dict[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from cycler import cycler
 from matplotlib import pyplot as plt
 
 from eval.measure.acceptance_stats import select_tree_figures
+from eval.measure.modes import CATEGORY, list_modes
 from eval.measure.results import format_conditions
 
 BLUE, ORANGE, GREEN, RED, PINK, SKY, BLACK = INKS = (
@@ -44,9 +45,11 @@ STYLES = list(
 
 
 def plot_acceptance(result: dict[str, Any], path: Path) -> None:
-    """Draw tau per category with intervals, and alpha per depth per category."""
+    """Draw tau per category and mode with intervals, and alpha per depth per category."""
     rows = {**result["by_category"], "all": {**result, "ci95": result["tau_ci95"]}}
-    names, height = _wrap_names(rows)
+    modes, in_tree = list_modes(result), list_modes(select_tree_figures(result), least=1)
+    split = [(mode, value) for mode in modes if mode != CATEGORY for value in modes[mode]]
+    names, height = _wrap_names([*rows, *(f"{mode}: {value}" for mode, value in split)])
     size = (12, max(4.2, 1 + height))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
     tree = select_tree_figures(result)
@@ -57,6 +60,10 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
         _draw_tau_row(left, place, row["tau"], row["ci95"], trees[name]["tau"], color)
         style: dict[str, Any] = {"color": GREY, "linewidth": 3} if is_whole else {"linewidth": 1}
         _draw_curve(right, place, names[place], row["alpha"], **style)
+    for place, (mode, value) in enumerate(split, start=len(rows)):
+        row = modes[mode][value]
+        tree_tau = in_tree.get(mode, {}).get(value, {}).get("tau")
+        _draw_tau_row(left, place, row["tau"], row["tau_ci95"], tree_tau, GREEN)
     _label_tau_axis(left, names)
     left.axvline(1, color="black", linewidth=0.8)
     right.set(xlabel="depth", ylabel="alpha, acceptance per depth", ylim=(0, 1))
@@ -253,12 +260,13 @@ def plot_pruning(result: dict[str, Any], path: Path) -> None:
 
 
 def _draw_tau_row(
-    panel: Any, place: int, tau: float, ends: list[float] | None, tree_tau: float, color: str
+    panel: Any, place: int, tau: float, ends: list[float] | None, tree_tau: float | None, color: str
 ) -> None:
-    """Draw a row: a bar for the chain with its interval, a diamond for the tree."""
+    """Draw a row: a bar for the chain with its interval, a diamond for the tree, if known."""
     panel.barh(place, tau, color=color)
     panel.plot(ends or [tau] * 2, [place, place], color="black")
-    panel.plot(tree_tau, place, "D", color=ORANGE)
+    if tree_tau is not None:
+        panel.plot(tree_tau, place, "D", color=ORANGE)
 
 
 def _label_tau_axis(panel: Any, names: list[str]) -> None:

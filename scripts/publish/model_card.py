@@ -15,6 +15,7 @@ from eval.measure.acceptance_stats import (
     select_tree_figures,
 )
 from eval.measure.data_statement import format_training_notes
+from eval.measure.modes import build_mode_rows
 from eval.measure.results import build_markdown_table, format_conditions
 from heads.draft_head import HeadFacts, get_head_settings
 from heads.export.writer import format_template_note, format_vllm_command
@@ -215,6 +216,7 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
         rows.append(
             [name, row["num_prompts"], f"{row['tau']:.3f}", interval, f"{in_tree['tau']:.3f}"]
         )
+    modes = build_mode_rows(acceptance, tree)
     rates = zip(acceptance["alpha"], acceptance["per_position"], strict=True)
     depths = [
         [depth, f"{alpha:.3f}", f"{cumulative:.3f}"]
@@ -227,6 +229,7 @@ def _format_acceptance(acceptance: dict[str, Any]) -> list[str]:
         *([f"Measured under: {conditions}."] if conditions else []),
         *_format_training_notes(acceptance),
         build_markdown_table([header, *rows]),
+        *([build_markdown_table(modes)] if modes else []),
         build_markdown_table([by_depth, *depths]),
     ]
 

@@ -82,6 +82,31 @@ def test_heads_stand_side_by_side(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "out/comparison.png").is_file()
 
 
+def test_heads_are_compared_by_mode(tmp_path: Path, capsys, no_picture) -> None:
+    spans: dict = {"code block": [[3, 9]]}
+    one, other = (
+        [
+            {**row, "emitted": list(each), "spans": spans if n else {}}
+            for n, (row, each) in enumerate(zip(prompts(1, 2), emitted, strict=True))
+        ]
+        for emitted in (((1, 1), (2, 4)), ((3, 1), (1, 1, 2)))
+    )
+    # Passes of the second text begin at tokens 1 and 3; of the other head at 1, 2 and 3.
+    results = {"medusa": result(1.5, prompts=one), "eagle": result(2.0, prompts=other)}
+    compare.main(CompareRun(results=folders(tmp_path, **results), out_dir=str(tmp_path / "out")))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[7:11] == [
+        "| mode, tau of chains | dialogues | medusa | eagle | more than medusa |",
+        "|---|---|---|---|---|",
+        "| text: code block | 1 | 4.000 | 2.000 | -2.000 (-) |",
+        "| text: prose | 2 | 1.333 | 1.500 | +0.167 (-1.000 to +1.000) |",
+    ]
+    # A result of an earlier version does not say what its texts hold.
+    old = [{key: value for key, value in row.items() if key != "spans"} for row in other]
+    results["eagle"]["prompts"] = old
+    assert len(compare.build_mode_comparison(results)) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -92,6 +92,25 @@ def test_a_picture_of_acceptance(drawn) -> None:
     ]  # fmt: skip
 
 
+def test_a_picture_of_acceptance_has_a_row_of_each_mode(drawn) -> None:
+    own = {"tau": 1.5, "ci95": [1.25, 1.75], "alpha": [0.5], "num_prompts": 2}
+    texts = {
+        "tool call": {"tau": 1.25, "tau_ci95": None}, "prose": {"tau": 2.0, "tau_ci95": [1.5, 2.5]},
+    }  # fmt: skip
+    tree = {"tau": 2.0, "by_category": {"math": own}, "by_mode": {"text": {"prose": own}}}
+    whole = {"tau": 1.75, "tau_ci95": None, "alpha": [0.75], "by_category": {"math": own}}
+    tree["by_mode"]["text"]["thinking"] = own | {"tau": 3.0}
+    left, right = drawn(
+        plot_acceptance,
+        {**whole, "static_tree": tree, "by_mode": {"text": texts, "turn": {"1": own}}},
+    )
+    assert words(left) == ["math", "all", "text: tool call", "text: prose"]
+    assert bars(left) == [1.5, 1.75, 1.25, 2.0]
+    # The tree's text has no tool call.
+    assert lines(left)[4:-1] == [[(1.25, 2), (1.25, 2)], [(1.5, 3), (2.5, 3)], [(1.5, 3)]]
+    assert len(lines(right)) == 2
+
+
 @pytest.mark.parametrize("make", [large, small])
 def test_a_picture_of_speed(make, drawn) -> None:
     methods = make()["methods"]

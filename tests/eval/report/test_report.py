@@ -128,6 +128,31 @@ def test_names_are_text(tmp_path: Path) -> None:
     assert "<b>me" not in page
 
 
+def test_tau_by_mode_stands_in_a_table_of_methods(tmp_path: Path) -> None:
+    methods = large()["methods"]
+    row = {"tau": 1.25, "tau_ci95": [1.0, 1.5]}
+    # A method whose texts have no tool call, and two that no mode divides.
+    methods["medusa_tree"]["by_mode"] = {"text": {"tool call": row, "prose": row}}
+    methods["eagle_tree"]["by_mode"] = {"text": {"code block": row, "prose": row | {"tau": 2.0}}}
+    methods["vanilla"]["by_mode"] = methods["medusa_tree"]["by_mode"]
+    kept = {name: methods[name] for name in ("vanilla", "medusa_tree", "eagle_tree")}
+    whole = {**large(), "methods": kept, "baselines": ["vanilla"], "lossless": None}
+    write_html_page(whole, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    section = page[page.index('<section id="modes">') :].partition("</section>")[0]
+    cells = re.findall(
+        r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", re.sub(r"<small>.*?</small>|<wbr>", "", section)
+    )
+    assert [cell.strip() for cell in cells] == [
+        "mode", "medusa_tree", "eagle_tree",
+        "text: tool call", "1.25", "-",
+        "text: prose", "1.25", "2.00",
+        "text: code block", "-", "1.25",
+    ]  # fmt: skip
+    write_html_page(large(), tmp_path / "page.html")
+    assert 'id="modes"' not in (tmp_path / "page.html").read_text()
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("report")

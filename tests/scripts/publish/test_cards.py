@@ -136,6 +136,23 @@ def test_other_layers_than_the_published_ones_are_refused(tmp_path: Path) -> Non
         push.main(PushRun(head=head, repo_id="me/x"))
 
 
+def test_the_card_has_a_row_of_each_mode(tmp_path: Path) -> None:
+    run = saved(tmp_path, "eagle3", {})
+    row = {"tau": 1.25, "tau_ci95": [1.125, 1.375], "num_dialogues": 8}
+    by_mode = {"text": {"tool call": row, "prose": row | {"tau": 2.5, "num_dialogues": 3}}}
+    tree = {**MEASURED["dynamic_tree"], "by_mode": {"text": {"prose": row}}}
+    (run / "acceptance.json").write_text(
+        json.dumps({**MEASURED, "by_mode": by_mode, "dynamic_tree": tree})
+    )
+    lines = [
+        "| mode | dialogues | tau | 95% interval | tau, tree |",
+        "|---|---|---|---|---|",
+        "| text: tool call | 8 | 1.250 | 1.12-1.38 | - |",
+        "| text: prose | 3 | 2.500 | few | 1.250 |",
+    ]
+    assert "\n".join(lines) in card_of(run)
+
+
 def test_sampled_measurements_are_not_called_greedy(tmp_path: Path) -> None:
     run = saved(tmp_path, "eagle3", {})
     sampled = {"mode": "decode", "temperature": 0.7, "alpha": [0.5] * 6, "per_position": [0.1] * 6}
