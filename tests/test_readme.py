@@ -71,7 +71,7 @@ FOREIGN = {"eagle_export_rope_scaling"}
 NAMES = """
     kept tau alpha per_position by_category tokens_per_s speedup decode_speedup efficiency lossless
     captured captures truncated_turns
-    target_attention target_state_bytes baseline baselines prompts by_part by_input_length histogram
+    target_attention target_state_bytes baseline baselines prompts by_mode by_input_length histogram
     conditions
     draft_seconds from value role content tool_calls save_to_disk null
     output_hidden_states size_n first_token smollm2
