@@ -69,10 +69,13 @@ def find_text_spans(prompt: Prompt, token_ids: Sequence[int], tokenizer: Any) ->
     read, written = decode(prompt.token_ids[-OPENING_TOKENS:]).rstrip(), decode(token_ids)
     opened = next((end for begin, end in prompt.thinking if read.endswith(begin)), None)
     spans: Spans = {}
-    places = range(len(token_ids) + 1)
+    places, span = range(len(token_ids) + 1), [0, 0]
     for kind, begin, end in _iter_char_spans(written, prompt, opened):
         first = bisect_right(places, begin, key=length) - 1
-        spans.setdefault(kind, []).append([first, bisect_left(places, end, key=length)])
+        span = [first, bisect_left(places, end, key=length)]
+        spans.setdefault(kind, []).append(span)
+    if not tokenizer.decode(token_ids[span[1] :], skip_special_tokens=True).strip():
+        span[1] = len(token_ids)  # what ends the answer is no prose
     return spans
 
 

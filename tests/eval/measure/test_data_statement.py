@@ -80,7 +80,7 @@ def test_dialogues_that_were_trained_on_are_counted_in_terminal_and_file(
     first = measure(folder, "first", num_prompts=1, chat_template_kwargs={"enable_thinking": False})
     assert first["trained_on"][0]["num_trained"] == 0
     assert "of 1 dialogues" not in (said := capsys.readouterr().err)
-    assert "chat_template_kwargs" not in said
+    assert "was trained with data.chat_template_kwargs" not in said
 
 
 @pytest.mark.usefixtures("no_picture")

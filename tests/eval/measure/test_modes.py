@@ -92,7 +92,7 @@ def divided(answer: str, **about: Any) -> list[tuple[str, str]]:
         # What lies inside another span is of the outer kind.
         ("<think>a\n```\nb\n```\n</think>c", TAGS,
          [("thinking", "<think>a\n```\nb\n```\n</think>")]),
-        ("```\n<think>\n```\n", TAGS, [("code block", "```\n<think>\n```")]),
+        ("```\n<think>\n```\n", TAGS, [("code block", "```\n<think>\n```\n")]),
         # Later thinking counts where it ends; the tag alone is prose.
         ("a <think>b</think> c", TAGS, [("thinking", "<think>b</think>")]),
         ("The tag <think> opens it.", TAGS, []),
@@ -104,7 +104,7 @@ def divided(answer: str, **about: Any) -> list[tuple[str, str]]:
         ('{ "name": "look", "parameters": {"at": "O', HERMES,
          [("tool call", '{ "name": "look", "parameters": {"at": "O')]),
         ('```json\n[{"name": "look",\n "arguments": {}}]\n```\n', HERMES,
-         [("tool call", '```json\n[{"name": "look",\n "arguments": {}}]\n```')]),
+         [("tool call", '```json\n[{"name": "look",\n "arguments": {}}]\n```\n')]),
         ("```json\n{\"at\": 1}\n```", HERMES, [("code block", "```json\n{\"at\": 1}\n```")]),
         # Without tools nothing is a call.
         ('<tool_call>{"name": "look", "arguments": {}}</tool_call>', {**HERMES, "tools": None}, []),
@@ -159,6 +159,16 @@ def test_a_call_is_found_in_the_notation_of_each_family(family: str) -> None:
     *before, (kind, text) = texts_of(prompt, thought + written, own.tokenizer)
     assert (kind, call in text) == ("tool call", True)
     assert before == ([("thinking", thought)] if opened else [])
+
+
+def test_the_end_of_an_answer_is_of_the_text_before_it() -> None:
+    made = tokenizer(CHATML)
+    prompt = Prompt("all", [5], tools=[LOOK])
+    call = '{"name": "look", "arguments": {}}'
+    ends = {" \n<|im_end|>": f"{call} \n<|im_end|>", " Bye.<|im_end|>": call}
+    for end, text in ends.items():
+        assert texts_of(prompt, call + end, made) == [("tool call", text)]
+    assert texts_of(prompt, "<|im_end|>", made) == []
 
 
 def test_a_pass_belongs_to_the_text_of_its_first_token() -> None:
