@@ -161,6 +161,27 @@ def test_a_call_is_found_in_the_notation_of_each_family(family: str) -> None:
     assert before == ([("thinking", thought)] if opened else [])
 
 
+SPACED = '<tool_call>{ "name" : "look", "arguments": {"at": "Oslo"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        *(
+            (name, FAMILIES[name].call)
+            for name in ("qwen2.5", "qwen3-coder", "exaone-4", "glm-5", "kimi-k2", "deepseek-v3.1")
+        ),
+        ("qwen2.5", SPACED),
+    ],
+)
+def test_a_call_ends_with_what_the_template_puts_behind_it(family: str, call: str) -> None:
+    own = encoder(family)
+    [prompt] = render_first_turns([Record(HELLO, None, "here", tools=[LOOK])], own)
+    thought = "Hm.</think>" if family == "glm-5" else ""  # its prompt opens the thinking
+    *_, found = texts_of(prompt, f"{thought}{call} Done.", own.tokenizer)
+    assert found == ("tool call", call)
+
+
 def test_the_end_of_an_answer_is_of_the_text_before_it() -> None:
     made = tokenizer(CHATML)
     prompt = Prompt("all", [5], tools=[LOOK])
