@@ -60,8 +60,8 @@ class HeldoutFigures(NamedTuple):
 
     Attributes:
         figures: figures by name.
-        texts: emitted tokens and verify passes of each replayed text, on rank 0. None where a later
-            evaluation may replay other texts.
+        texts: emitted tokens and verify passes of each replayed text, on rank 0; empty where every
+            evaluation replays other texts.
     """
 
     figures: dict[str, float]
@@ -153,13 +153,15 @@ def choose_kept_head(kept: KeptHead | None, step: int, evaluated: HeldoutFigures
     decline is noticed as well.
 
     Args:
-        kept: earlier choice; None before the first evaluation.
+        kept: earlier choice; None before the first evaluation. A choice by other held-out texts,
+            which a run that goes on may have, does not count.
         step: optimizer steps of the later head.
         evaluated: its figures, with replayed texts.
     """
     texts, figures = evaluated.texts, evaluated.figures
     own, num_texts = compute_tau(texts), len(texts)
-    if kept is None:
+    # Every head emits the whole text, so other numbers of tokens are of other texts.
+    if kept is None or [n for n, _ in kept.best_texts] != [n for n, _ in texts]:
         return KeptHead(step, figures, f"its tau, {own:.3f}, is the first", step, texts)
     change, interval = compare_tau_sums(kept.best_texts, texts, seed=0)
     if change >= 0:

@@ -248,7 +248,7 @@ class TrainingLoop:
         head.load_state_dict(head.state_dict() | tensors.head)  # buffers keep their values
         self.step, self.tokens = progress.step, progress.tokens
         self.skipped.numbers |= {*progress.skipped}
-        if progress.kept is not None:
+        if progress.kept is not None and self.rank == 0:
             self.kept = KeptHead(**progress.kept)
             self._kept_tensors = {name: copy_to_cpu(t) for name, t in tensors.kept.items()}
         return tensors.state
