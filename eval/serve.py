@@ -6,7 +6,8 @@ r"""A served head measured where it is served: drafts, speed and waits of a runn
 Works with vLLM, SGLang and llama.cpp. First every prompt goes to the server greedily and alone, and
 the head is replayed along the server's text: the counts must be equal, and the target must choose
 the same tokens. The command names the cause of a difference and exits with 1. Then all prompts are
-timed with each number of requests in flight, and on `baseline`, the server without drafts.
+timed with each number of requests in flight, and on `baseline`, the server without drafts. The
+result says which of these windows are valid, and from which load on the head should be off.
 """
 
 import os
@@ -39,7 +40,6 @@ from conf.command.run_record import collect_changed_settings, is_embedded_path
 from conf.errors import InputError
 from data.servers.http_client import Endpoint
 from data.servers.serving_engines import ServingEngine
-from eval.compare.speedup_stats import build_concurrency_table
 from eval.measure.acceptance_stats import format_interval, print_acceptance_lengths
 from eval.measure.measurement import (
     Measurement,
@@ -50,7 +50,8 @@ from eval.measure.measurement import (
 )
 from eval.measure.results import format_conditions
 from eval.measure.verdict import judge_serving, print_verdict
-from eval.report.plots import plot_concurrency
+from eval.report.plots import plot_load_curve
+from eval.serving.load_curve import build_schedule, measure_curve, print_curve
 from eval.serving.server_check import (
     CheckedText,
     compare_chat_template,
@@ -59,7 +60,7 @@ from eval.serving.server_check import (
     summarise_checks,
     summarise_counts,
 )
-from eval.serving.server_load import WITH, WITHOUT, measure_passes, summarise_load
+from eval.serving.server_load import WITH, WITHOUT
 
 
 def main(config: ServeRun) -> None:
@@ -103,28 +104,22 @@ def main(config: ServeRun) -> None:
             "tolerance": config.tolerance,
             **measure_server_acceptance(measurement, config, server, journal),
             "num_repeats": config.num_repeats,
-            "concurrency": {
-                str(size): summarise_load(
-                    measure_passes(servers, measurement.prompts, config, size, journal),
-                    measurement.prompts,
-                    config.seed,
-                )
-                for size in select_sizes(config, measurement)
-            },
+            "concurrency": measure_curve(servers, measurement.prompts, config, journal),
         }
+    dialogues = len({prompt.dialogue for prompt in measurement.prompts})
+    result |= build_schedule(result["concurrency"], server.depth, dialogues)
     console = Console()
     print_serve_result(result, console)
     path, written = write_result(config, RESULT, result, measurement)
     files = [path]
     if result["concurrency"]:
         files.append(path.with_suffix(".png"))
-        plot_concurrency(written, files[-1])
+        plot_load_curve(written, files[-1])
     console.print(format_conditions(written), highlight=False, markup=False)
     console.print("wrote " + ", ".join(map(str, files)))
     if result["problems"]:
         print_notes(f"differs: {'; '.join(result['problems'])}")
         sys.exit(1)
-    dialogues = len({prompt.dialogue for prompt in measurement.prompts})
     if (verdict := judge_serving(result, dialogues)) is not None:
         head = collect_changed_settings(config, "head")
         publish = {**head, "repo_id": "me/head", "dry_run": True} if head else None
@@ -158,14 +153,6 @@ def check_context_window(config: ServeRun, measurement: Measurement, server: Ser
             f"{server.max_model_len}; lower it, or start the server with --max-model-len {needed} "
             f"(llama.cpp: -c {needed})"
         )
-
-
-def select_sizes(config: ServeRun, measurement: Measurement) -> list[int]:
-    """Return the numbers of requests in flight that do not exceed the number of prompts."""
-    sizes, most = sorted(set(config.concurrency)), len(measurement.prompts)
-    if left_out := [size for size in sizes if size > most]:
-        print_notes(f"concurrency={left_out}: left out, as there are {most} prompts")
-    return [size for size in sizes if size <= most]
 
 
 def measure_server_acceptance(
@@ -243,7 +230,7 @@ def print_serve_result(result: dict[str, Any], console: Console) -> None:
             f"{texts['num_other_tokens']} otherwise, {texts['num_near_ties']} more are near-ties"
         )
     if result["concurrency"]:
-        console.print(build_concurrency_table(result["concurrency"]))
+        print_curve(result, console)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture of acceptance, of speed, of requests in flight, of sizes or of a comparison."""
     monkeypatch.setattr("eval.acceptance.plot_acceptance", lambda *_: None)
-    monkeypatch.setattr("eval.serve.plot_concurrency", lambda *_: None)
+    monkeypatch.setattr("eval.serve.plot_load_curve", lambda *_: None)
     monkeypatch.setattr("eval.speedup.plot_speedup", lambda *_: None)
     monkeypatch.setattr("scripts.prune.plot_pruning", lambda *_: None)
     monkeypatch.setattr("scripts.compare.plot_comparison", lambda *_: None)

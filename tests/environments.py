@@ -161,6 +161,7 @@ def serve_checked(url: str, engine: str, target: str, head: Path, folder: Path) 
         data=DataConfig(path=str(write_rows(folder / "prompts.jsonl", rows))),
         head=HeadRef(path=str(head)),
         max_new_tokens=48,
+        concurrency=[1],
         out_dir=str(folder / "out"),
     )
     serve.main(run)

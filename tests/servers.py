@@ -147,7 +147,7 @@ LLAMACPP_METRICS = """\
 llamacpp:spec_decode_num_draft_tokens_total {proposed}
 llamacpp:spec_decode_num_accepted_tokens_total {total}
 llamacpp:spec_decode_num_drafts_total {drafts}
-llamacpp:requests_processing 0
+llamacpp:requests_processing {running}
 """
 LLAMACPP_POSITION = (
     'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
@@ -159,7 +159,7 @@ Answers = Callable[[list[int], int], tuple[list[int], list[int]]]
 class DraftServer(ChatServer):
     """Answers and counts as vLLM, SGLang or llama.cpp do, as told; `root` is the URL without `/v1`.
 
-    A text that is to be streamed comes in two pieces.
+    A text that is to be streamed comes in two pieces, the second with the reason of its end.
 
     Attributes:
         kind: `vllm`, `sglang` or `llamacpp`.
@@ -183,7 +183,7 @@ class DraftServer(ChatServer):
         self.server_info: dict = {}
         self.rendered: Callable[[list[dict]], list[int]] = lambda _: []
         self.others["/v1/chat/completions"] = self._chat
-        self.temperature, self.num_flushed = 0.0, 0
+        self.temperature = 0.0
         # Other people's, from before.
         self.drafts, self.accepted = 7, [depth - place for place in range(depth)]
         self.proposed = depth * self.drafts
@@ -193,9 +193,6 @@ class DraftServer(ChatServer):
     def page(self, path: str) -> dict | str | None:
         if path == "/metrics" and self.kind != "sglang":
             return self._llamacpp_metrics() if self.kind == "llamacpp" else self._metrics()
-        if path == "/flush_cache" and self.kind == "sglang":
-            self.num_flushed += 1
-            return "flushed"
         if path == "/get_server_info" and self.kind == "sglang":
             algorithm = "EAGLE3" if self.depth else None
             steps = {"speculative_num_steps": self.depth, "speculative_eagle_topk": 1}
@@ -220,7 +217,8 @@ class DraftServer(ChatServer):
     def _sglang(self, body: dict) -> dict | list[dict]:
         text, lengths = self.answers(body["input_ids"], body["sampling_params"]["max_new_tokens"])
         histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
-        meta = {"spec_correct_drafts_histogram": histogram} if histogram and self.depth else {}
+        meta: dict = {"finish_reason": {"type": "length"}, "cached_tokens": 0}
+        meta |= {"spec_correct_drafts_histogram": histogram} if histogram and self.depth else {}
 
         def piece(ids: list[int]) -> dict:
             return {"output_ids": ids, "meta_info": {"completion_tokens": len(ids), **meta}}
@@ -236,10 +234,12 @@ class DraftServer(ChatServer):
         for place in range(self.depth):
             self.accepted[place] += sum(length > place for length in lengths)
 
-        def piece(ids: list[int]) -> dict:
-            return {"choices": [{"text": "", "token_ids": ids}]}
+        def piece(ids: list[int], ending: str | None = "length") -> dict:
+            return {"choices": [{"text": "", "token_ids": ids, "finish_reason": ending}]}
 
-        return [*map(piece, _halves(text)), {"choices": []}] if body.get("stream") else piece(text)
+        first, second = _halves(text)
+        pieces = [piece(first, None), piece(second), {"choices": []}]
+        return pieces if body.get("stream") else piece(text)
 
     def _llamacpp(self, body: dict) -> dict | list[dict]:
         assert body["return_tokens"]
@@ -254,17 +254,19 @@ class DraftServer(ChatServer):
                 for place in range(min(length, size)):
                     self.accepted[place] += 1
             left -= length + 1
-        pieces = [{"content": "", "tokens": ids} for ids in (*_halves(text), [])]
+        pieces = [{"content": "", "tokens": ids} for ids in _halves(text)]
+        pieces.append({"tokens": [], "stop_type": "limit", "timings": {"cache_n": 0}})
         return pieces if body.get("stream") else {"content": "", "tokens": text}
 
     def _llamacpp_metrics(self) -> str:
         lines = [LLAMACPP_POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
         values = {"drafts": self.drafts, "proposed": self.proposed, "total": sum(self.accepted)}
+        values["running"] = self.most_at_once
         return LLAMACPP_METRICS.format(**values) + "".join(lines if self.drafts else [])
 
     def _metrics(self) -> str:
         if not self.depth:
-            return "vllm:num_requests_running 0.0\n"
+            return f"vllm:num_requests_running {self.most_at_once:.1f}\n"
         lines = [POSITION.format(place=i, count=n) for i, n in enumerate(self.accepted)]
         values = {"drafts": self.drafts, "proposed": self.proposed, "total": sum(self.accepted)}
         return METRICS.format(**values, positions="\n".join(lines))

@@ -32,6 +32,7 @@ from data.rows.records import (
 )
 from data.servers.hidden_states import ServerFeatureLayers
 from eval.preflight_checks import list_methods
+from eval.serving.load_curve import CHECKS, PAIR_CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("conf", "data", "eval", "heads", "scripts", "train")
@@ -75,6 +76,7 @@ NAMES = """
     conditions
     draft_seconds from value role content tool_calls save_to_disk null
     output_hidden_states size_n first_token smollm2
+    num_speculative_tokens_per_batch_size
 """
 
 
@@ -277,7 +279,16 @@ def test_words_in_code_are_known() -> None:
     known |= {name for keys, _ in FORMS.values() for name in keys}
     known |= {*PROMPTS, *REPLIES, *MASKS, *CATEGORIES, "labels"}
     known |= {*ROLES, *REASONING, *LEARNT, *TOOLS, *SYSTEM_TEXTS, *TEMPLATE_KWARGS}
-    known |= {*CONTEXTS, *GOOD, *LEARNT_RANGES, *ANSWERS, *END_REASONS, *CUT_OFF}
+    known |= {
+        *CHECKS,
+        *PAIR_CHECKS,
+        *CONTEXTS,
+        *GOOD,
+        *LEARNT_RANGES,
+        *ANSWERS,
+        *END_REASONS,
+        *CUT_OFF,
+    }
     known |= {word for _, word in words if MEANT.fullmatch(word)}
     for page, word in words:
         assert word in known.union(NAMES.split()), f"{page}: {word}"

@@ -226,8 +226,9 @@ class ServeRun(SamplingSettings, ChainSettings, MeasureRun):
     """Name of the served model, e.g. of an adapter; unset takes the first that the server lists."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key of both servers, if they need one."""
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
-    """Requests in flight, each number a row of the table; [] compares texts and drafts alone."""
+    concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128])
+    """Requests in flight, each number a point of the curve, up to the number that the server runs
+    at a time; [] compares texts and drafts alone."""
     num_warmups: int = 1
     """Untimed passes before each number of requests in flight, over as many prompts."""
     num_repeats: int = 3

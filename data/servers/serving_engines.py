@@ -11,11 +11,16 @@ Sources: vLLM 0.32 `v1/spec_decode/metrics.py`, `v1/core/sched/scheduler.py` and
 `tools/server/server-context.cpp`.
 """
 
+import asyncio
+import hashlib
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import itemgetter, sub
+from types import MappingProxyType
 from typing import Any
 
 from conf.command.clock import Stopwatch
@@ -30,13 +35,13 @@ from data.servers.http_client import (
     iter_completed,
 )
 
-COUNTER = re.compile(
-    r"^(?:vllm|llamacpp):spec_decode_(\w+)_total(?:\{(.*)\})? (\S+)$", re.MULTILINE
-)
+METRIC = re.compile(r"^(?:vllm|llamacpp):(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 POSITION = re.compile(r'position="(\d+)"')
 FIRST_TOKENS = 3
 """Tokens of a text with room for a draft of one token, between the first and a bonus token."""
 NO_HEAD = "drafts nothing: start it with a draft head (the README of an export has the command)"
+WHOLE_ENDINGS = {"stop", "length", "eos", "limit", "word"}
+"""Reasons to end a text that are not an engine's failure: vLLM's and SGLang's, then llama.cpp's."""
 START_HINT = "start a server there with the line that scripts/export.py prints, or name its address"
 
 
@@ -49,8 +54,8 @@ class TextRequest:
         sampling: `temperature`, `top_p`, `top_k`, `min_p` and `seed`, as far as they are set; None
             is greedy.
         ignore_eos: whether the text goes on after stop tokens.
-        salt: name of a cache of prompts in vLLM, which requests with other salts do not use.
-            llama.cpp is asked not to cache, and SGLang's cache is emptied before each measurement.
+        salt: name of a cache of prompts in vLLM and SGLang, which requests with other salts do not
+            use. llama.cpp is asked not to cache.
     """
 
     max_new_tokens: int
@@ -67,17 +72,35 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class StreamedText:
-    """Times at which a streamed text came.
+    """Streamed text and the times at which it came.
 
     Attributes:
-        num_tokens: number of tokens of the text.
+        started_s: seconds from the start of the measurement to the request.
         arrivals_s: seconds from the request to each piece that held tokens.
+        pieces: number of tokens of each piece.
         lengths: draft tokens that each pass accepted, if the engine returns them with the text.
+        digest: digest of the token ids.
+        is_whole: whether the text ended by itself or at its limit, so that nothing cut it off.
+        num_cached: prompt tokens that came from the engine's cache; None if the text does not tell.
     """
 
-    num_tokens: int
+    started_s: float
     arrivals_s: list[float]
+    pieces: list[int]
     lengths: list[int]
+    digest: str = ""
+    is_whole: bool = True
+    num_cached: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the text."""
+        return sum(self.pieces)
+
+    @property
+    def ended_s(self) -> float:
+        """Seconds from the start of the measurement to the last piece."""
+        return self.started_s + self.arrivals_s[-1]
 
 
 @dataclass(frozen=True)
@@ -154,11 +177,20 @@ class LoadMeasurement:
         texts: times of each text, in the order of the requests.
         seconds: seconds from the first request to the end of the last text.
         counts: counts of the draft tokens of all texts.
+        processor_s: processor seconds that this process used meanwhile.
+        num_generated: tokens that the engine counted, of all its users; None if it counts none.
+        num_cached: prompt tokens that came from the engine's cache; None if nothing tells.
+        most_running: requests that the engine ran at a time, the most of three readings; None if
+            nothing tells.
     """
 
     texts: list[StreamedText]
     seconds: float
     counts: DraftCounts
+    processor_s: float = 0.0
+    num_generated: int | None = None
+    num_cached: int | None = None
+    most_running: int | None = None
 
 
 class EngineProtocol(ABC):
@@ -173,6 +205,8 @@ class EngineProtocol(ABC):
         hides_counts: option with which a server counts no drafts.
         find_ids: finds the token ids of a reply, or raises any error of indexing.
         missing_ids: what a reply without token ids tells.
+        load_counters: names in `/metrics` of generated tokens, of prompt tokens from the cache and
+            of running requests, as far as the engine has them.
         depth: number of draft tokens of a pass; 0 without a draft head.
     """
 
@@ -181,6 +215,7 @@ class EngineProtocol(ABC):
     hides_counts = ""
     find_ids: Callable[[Any], list[int]]
     missing_ids: str
+    load_counters: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, client: EndpointClient, model: str) -> None:
         self.client, self.model = client, model
@@ -234,7 +269,8 @@ class EngineProtocol(ABC):
     async def _request_counters(self) -> list[int]:
         """Request the counters, and set `depth` to the number of positions among them."""
         totals, accepted = {"num_drafts": 0, "num_draft_tokens": 0}, dict[int, int]()
-        for name, labels, value in COUNTER.findall(await self.client.request_text("metrics")):
+        for metric, labels, value in METRIC.findall(await self.client.request_text("metrics")):
+            name = metric.removeprefix("spec_decode_").removesuffix("_total")
             if name in totals:
                 totals[name] += int(float(value))
             elif name == "num_accepted_tokens_per_pos":
@@ -248,32 +284,65 @@ class EngineProtocol(ABC):
         drafts, proposed, *accepted = map(sub, after, before)
         return DraftCounts([], drafts, proposed, accepted)
 
-    async def empty_prefix_cache(self) -> None:  # noqa: B027  most need not
-        """Empty the engine's cache of prompts, if requests cannot be kept from sharing it."""
+    async def request_load_counters(self) -> dict[str, int]:
+        """Request the counters of `load_counters`, of all requests; empty if there are none."""
+        totals = dict[str, int]()
+        with suppress(RequestFailedError, RequestRefusedError, InputError):
+            page = METRIC.findall(await self.client.request_text("metrics"))
+            for key, wanted in self.load_counters.items():
+                if values := [float(value) for name, _, value in page if name == wanted]:
+                    totals[key] = int(sum(values))
+        return totals
 
-    async def stream_text(self, prompt_ids: list[int], request: TextRequest) -> StreamedText:
+    async def stream_text(
+        self,
+        prompt_ids: list[int],
+        request: TextRequest,
+        watch: Stopwatch,
+        tell: Callable[[int], object],
+    ) -> StreamedText:
         """Request one text as a stream and note when its tokens come.
+
+        Args:
+            prompt_ids: token ids of the rendered prompt.
+            request: settings of the text.
+            watch: clock of the measurement.
+            tell: function called with the number of tokens so far, at each piece.
 
         Raises:
             RequestFailedError: the engine breaks the text off, or streams no token.
         """
-        num_tokens, arrivals, event = 0, list[float](), dict[str, Any]()
-        body, watch = self.build_request(prompt_ids, request) | {"stream": True}, Stopwatch()
+        arrivals, pieces, token_ids = list[float](), list[int](), list[int]()
+        event, ending, cached = dict[str, Any](), None, None
+        body, started = self.build_request(prompt_ids, request) | {"stream": True}, watch.seconds()
         async for event in self.client.stream_events(self.path, body):
-            arrived = watch.seconds()
+            arrived = watch.seconds() - started
             if "error" in event:
                 raise RequestFailedError(f"broke a text off: {str(event['error'])[:300]}")
-            total = self.count_streamed_tokens(event, num_tokens)
-            if total > num_tokens:
+            token_ids = self.join_streamed_ids(token_ids, event)
+            if (num_new := len(token_ids) - sum(pieces)) > 0:
                 arrivals.append(arrived)
-                num_tokens = total
+                pieces.append(num_new)
+                tell(len(token_ids))
+            ending = self.parse_ending(event) or ending
+            cached = self.parse_cached_tokens(event) if cached is None else cached
         if not arrivals:
             raise RequestFailedError(f"streams no token at {self.path}: {str(event)[:200]}")
-        return StreamedText(num_tokens, arrivals, self.parse_accepted_lengths(event))
+        digest = hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16]
+        lengths, is_whole = self.parse_accepted_lengths(event), ending in WHOLE_ENDINGS
+        return StreamedText(started, arrivals, pieces, lengths, digest, is_whole, cached)
 
-    def count_streamed_tokens(self, event: dict, before: int) -> int:
-        """Count the tokens of a text up to this streamed piece; `before` were there before it."""
-        return before + len(self.parse_token_ids(event))
+    def join_streamed_ids(self, before: list[int], event: dict) -> list[int]:
+        """Join the token ids that came `before` and those of this streamed piece."""
+        return before + self.parse_token_ids(event)
+
+    def parse_ending(self, event: dict) -> str | None:
+        """Parse why a text ended; None if this streamed piece does not tell."""
+        return next((choice.get("finish_reason") for choice in event.get("choices") or []), None)
+
+    def parse_cached_tokens(self, _event: dict) -> int | None:
+        """Parse the prompt tokens that came from the cache; None if this piece does not tell."""
+        return None
 
     def parse_accepted_lengths(self, _reply: dict) -> list[int]:
         """Parse the number of draft tokens that each pass accepted; empty if a reply has none."""
@@ -307,7 +376,8 @@ class ServingEngine(SyncEndpointClient):
         """
         root = endpoint.url.rstrip("/").removesuffix("/v1")
         # A request that is sent again is counted again.
-        super().__init__(replace(endpoint, url=root, max_retries=0), concurrency)
+        # One more connection reads counters meanwhile.
+        super().__init__(replace(endpoint, url=root, max_retries=0), concurrency + 1)
         self.drafts = drafts
         self.name, self.model, self.depth, self.within = "", "", 0, False
         self.version: str | None = None
@@ -379,6 +449,7 @@ class ServingEngine(SyncEndpointClient):
         jobs: Sequence[tuple[list[int], TextRequest]],
         concurrency: int,
         tell: Callable[[int], object] = lambda _: None,
+        lead: float = 0.0,
     ) -> LoadMeasurement:
         """Request texts, `concurrency` at a time, and note when their tokens come.
 
@@ -386,25 +457,67 @@ class ServingEngine(SyncEndpointClient):
             jobs: token ids of each prompt and settings of its text, requested in this order.
             concurrency: number of requests in flight.
             tell: function called with the number of texts that have ended since its last call.
+            lead: tokens of the first text between the starts of the first `concurrency` requests.
+                Texts of one length that start together would end together, again and again, and the
+                engine would read prompts in bursts and only draft in between.
 
         Raises:
             InputError: a prompt got no answer.
         """
         protocol, texts = self.protocol, dict[int, StreamedText]()
-
-        async def stream_one(index: int) -> tuple[int, StreamedText]:
-            return index, await protocol.stream_text(*jobs[index])
+        marks = {share * len(jobs) // 4 for share in (1, 2, 3)}
 
         async def stream_all() -> LoadMeasurement:
-            await protocol.empty_prefix_cache()
+            turns = [asyncio.Event() for _ in range(concurrency)]
+
+            def start_requests(num_tokens: float) -> None:
+                for place, turn in enumerate(turns):
+                    if num_tokens >= place * lead:
+                        turn.set()
+
+            start_requests(0)
+            readings = list[asyncio.Task[dict[str, int]]]()
+
+            async def stream_one(index: int) -> tuple[int, StreamedText]:
+                if index < concurrency:
+                    await turns[index].wait()
+
+                def note_tokens(num_tokens: int) -> None:
+                    if index == 0:
+                        start_requests(num_tokens)
+                    if index in marks:
+                        marks.discard(index)
+                        readings.append(asyncio.create_task(protocol.request_load_counters()))
+
+                text = await protocol.stream_text(*jobs[index], watch, note_tokens)
+                if index == 0:
+                    start_requests(math.inf)
+                return index, text
+
+            counted = await protocol.request_load_counters()
             before, watch = await protocol.request_draft_counters(), Stopwatch()
             async for ended in iter_completed(range(len(jobs)), stream_one, concurrency):
                 texts.update(ended)
                 tell(len(ended))
-            seconds, after = watch.seconds(), await protocol.request_draft_counters()
+            seconds, processor_s = watch.seconds(), watch.processor_seconds()
+            after, recounted = (
+                await protocol.request_draft_counters(),
+                await protocol.request_load_counters(),
+            )
             ordered = [texts[index] for index in range(len(jobs))]
             lengths = [length for text in ordered for length in text.lengths]
-            return LoadMeasurement(ordered, seconds, protocol.count_drafts(before, after, lengths))
+            added = {key: recounted[key] - counted[key] for key in counted.keys() & recounted}
+            told = [text.num_cached for text in ordered if text.num_cached is not None]
+            running = [each.get("running") for each in await asyncio.gather(*readings)]
+            return LoadMeasurement(
+                ordered,
+                seconds,
+                protocol.count_drafts(before, after, lengths),
+                processor_s,
+                added.get("generated"),
+                sum(told) if told else added.get("cached"),
+                max((number for number in running if number is not None), default=None),
+            )
 
         return self._run_on_portal(stream_all)
 
@@ -449,6 +562,13 @@ class _VllmProtocol(EngineProtocol):
     hides_counts = "--disable-log-stats"
     missing_ids = "choices[0].token_ids: vLLM"
     find_ids = staticmethod(lambda r: r["choices"][0]["token_ids"] if r["choices"] else [])
+    load_counters = MappingProxyType(
+        {
+            "generated": "generation_tokens_total",
+            "cached": "prefix_cache_hits_total",
+            "running": "num_requests_running",
+        }
+    )
 
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         return {
@@ -469,6 +589,14 @@ class _LlamaCppProtocol(EngineProtocol):
     hides_counts = "--spec-draft-p-min"
     missing_ids = "tokens: llama.cpp"
     find_ids = itemgetter("tokens")
+    load_counters = MappingProxyType(
+        {"generated": "tokens_predicted_total", "running": "requests_processing"}
+    )
+
+    def __init__(self, client: EndpointClient, model: str) -> None:
+        super().__init__(client, model)
+        # The server ends a connection after some requests, and a thread waits at each open one.
+        client.headers["Connection"] = "close"
 
     async def find_draft_depth(self, drafts: bool) -> None:
         """See `EngineProtocol`. A first text is drafted, as no position is counted before one."""
@@ -491,6 +619,12 @@ class _LlamaCppProtocol(EngineProtocol):
             "cache_prompt": False,
             **request.settings,
         }
+
+    def parse_ending(self, event: dict) -> str | None:
+        return "cut" if event.get("truncated") else event.get("stop_type")
+
+    def parse_cached_tokens(self, event: dict) -> int | None:
+        return (event.get("timings") or {}).get("cache_n")
 
 
 class _SglangProtocol(EngineProtocol):
@@ -517,7 +651,8 @@ class _SglangProtocol(EngineProtocol):
     def build_request(self, prompt_ids: list[int], request: TextRequest) -> dict[str, Any]:
         sampling = {"max_new_tokens": request.max_new_tokens, "repetition_penalty": 1.0}
         sampling |= {key: value for key, value in request.settings.items() if key != "seed"}
-        return {"input_ids": prompt_ids, "sampling_params": sampling}
+        salt = {"extra_key": request.salt} if request.salt else {}
+        return {"input_ids": prompt_ids, "sampling_params": sampling, **salt}
 
     async def request_draft_counters(self) -> list[int]:
         return []
@@ -527,11 +662,16 @@ class _SglangProtocol(EngineProtocol):
     ) -> DraftCounts:
         return DraftCounts.from_passes([], lengths, self.depth)
 
-    async def empty_prefix_cache(self) -> None:
-        await self.client.request_text("flush_cache")
+    def join_streamed_ids(self, before: list[int], event: dict) -> list[int]:
+        # A piece holds the text so far, or its own ids with --incremental-streaming-output.
+        ids, total = self.parse_token_ids(event), int(event["meta_info"]["completion_tokens"])
+        return ids if len(ids) == total else before + ids
 
-    def count_streamed_tokens(self, event: dict, _before: int) -> int:
-        return int(event["meta_info"]["completion_tokens"])
+    def parse_ending(self, event: dict) -> str | None:
+        return (event["meta_info"].get("finish_reason") or {}).get("type")
+
+    def parse_cached_tokens(self, event: dict) -> int | None:
+        return event["meta_info"].get("cached_tokens")
 
     def parse_accepted_lengths(self, reply: dict) -> list[int]:
         # The second name is the older one. A text of one token has had no pass.

@@ -351,13 +351,14 @@ def build_concurrency_table(sizes: dict[str, Any]) -> Table:
             table.add_row(
                 size, name, f"{row['tokens_per_s']:.1f}",
                 speedup_text if bounds is None else f"{speedup_text} {format_interval(bounds)}",
-                *(_format_wait(row[key]) for key in WAITS),
+                *(format_wait(row[key]) for key in WAITS),
             )  # fmt: skip
         table.add_section()
     return table
 
 
-def _format_wait(wait: dict[str, float] | None) -> str:
+def format_wait(wait: dict[str, float] | None) -> str:
+    """Format the percentiles of a wait in ms for a table; a dash if there are none."""
     if wait is None:
         return "-"
     return " ".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in wait.values())

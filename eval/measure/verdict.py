@@ -210,10 +210,18 @@ def _format_speed(name: str, row: Mapping[str, Any]) -> str:
 
 
 def judge_serving(result: Mapping[str, Any], num_dialogues: int) -> Verdict | None:
-    """Judge a `serve.json` by the speed-up at each number of requests; None if none was timed."""
-    sizes = result["concurrency"]
-    if not sizes:
+    """Judge a `serve.json` by the speed-up at each valid load; None if none was timed."""
+    if not result["concurrency"]:
         return None
+    sizes = {
+        size: each
+        for size, each in result["concurrency"].items()
+        if all(row.get("valid", True) for row in each["methods"].values())
+    }
+    if not sizes:
+        return Verdict(
+            Outcome.unclear, "No load has valid windows, so nothing says whether drafts pay."
+        )
     rows = {
         size: next(row for name, row in each["methods"].items() if name != each["baseline"])
         for size, each in sizes.items()

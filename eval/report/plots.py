@@ -138,6 +138,61 @@ def plot_concurrency(result: dict[str, Any], path: Path) -> None:
     _save_figure(figure, path, format_conditions(result))
 
 
+def plot_load_curve(result: dict[str, Any], path: Path) -> None:
+    """Draw a `serve.json`: throughput against the speed of each user, and speed-up by load.
+
+    Points have their number of requests in flight. A hollow point is a window that is not valid; of
+    a speed-up one of the two.
+    """
+    loads = {int(size): load for size, load in result["concurrency"].items()}
+    off_from = result["off_from"]
+    figure, (curve, gain) = plt.subplots(1, 2, figsize=(15, 5), layout="constrained")
+    names = next(iter(loads.values()))["methods"]
+    for name, color, side in zip(names, (BLUE, ORANGE), ("left", "right"), strict=False):
+        rows = {size: load["methods"][name] for size, load in loads.items()}
+        points = {n: (row["tokens_per_s_per_user"], row["tokens_per_s"]) for n, row in rows.items()}
+        curve.plot(*zip(*points.values(), strict=True), color=color, label=_wrap_name(name))
+        for size, point in points.items():
+            _draw_point(curve, *point, color, rows[size]["valid"])
+            curve.annotate(
+                str(size), point, xytext=(7 if side == "left" else -7, 3), color=color,
+                textcoords="offset points", horizontalalignment=side, fontsize="small",
+            )  # fmt: skip
+        bounds = {size: row["speedup_ci95"] for size, row in rows.items() if row["speedup_ci95"]}
+        if bounds:
+            sizes = list(bounds)
+            gain.vlines(sizes, *zip(*bounds.values(), strict=True), color=color, linewidth=1)
+            gain.plot(sizes, [rows[size]["speedup"] for size in bounds], color=color)
+        for size in bounds:
+            valid = all(row["valid"] for row in loads[size]["methods"].values())
+            _draw_point(gain, size, rows[size]["speedup"], color, valid)
+    if gain.has_data():
+        gain.axhline(1, color="black", linewidth=0.8)
+    if off_from is not None:
+        first_off = min(size for size in loads if size >= off_from)
+        row = next(iter(loads[first_off]["methods"].values()))
+        label = f"off from {off_from} in flight"
+        curve.plot(
+            row["tokens_per_s_per_user"], row["tokens_per_s"], "X", color=RED, markersize=13,
+            zorder=1.5, label=label,
+        )  # fmt: skip
+        gain.axvline(off_from, color=RED, linestyle="--")
+    curve.set(xlabel="tokens per second per user", ylabel="tokens per second of the server")
+    curve.set(xlim=(0, None), ylim=(0, None))
+    gain.set(xlabel="requests in flight", ylabel="speed-up over the server without drafts (95%)")
+    gain.set_xscale("log", base=2)
+    gain.set_xticks(list(loads), [str(size) for size in loads])
+    gain.minorticks_off()
+    gain.set_ylim(bottom=0)
+    curve.plot([], [], "o", color=GREY, markerfacecolor="white", label="not valid")
+    _draw_legend(figure, curve)
+    _save_figure(figure, path, format_conditions(result))
+
+
+def _draw_point(panel: Any, x: float, y: float, color: str, is_valid: bool) -> None:
+    panel.plot(x, y, "o", color=color, markerfacecolor=color if is_valid else "white")
+
+
 def compute_step_ms(row: dict[str, Any]) -> dict[str, float]:
     """Compute milliseconds of each part of a mean verify pass; in a batch one text's share.
 

@@ -245,4 +245,8 @@ def test_vllm_served_with_a_head_passes_the_check(tmp_path, monkeypatch) -> None
     with served(tmp_path / "server.log", *arguments) as url:
         result = serve_checked(url, "vllm", str(folder), head, tmp_path / "check")
     [measured] = result["concurrency"].values()
-    assert measured["methods"]["with drafts"]["num_tokens"] == [144] * 3
+    # Two texts of each of three prompts.
+    row = measured["methods"]["with drafts"]
+    assert row["num_tokens"] == row["window"]["num_generated"] == [288] * 3
+    assert (row["window"]["num_cached"], row["window"]["num_cut"]) == ([0, 0, 0], [0, 0, 0])
+    assert row["window"]["most_running"] == 1

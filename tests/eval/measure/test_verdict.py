@@ -181,6 +181,12 @@ def test_nothing_is_judged_without_a_head_or_without_times() -> None:
     assert judge_serving({"concurrency": {}}, 20) is None
 
 
+def spoiled(result: dict[str, Any], size: str) -> dict[str, Any]:
+    """A result in which the window of the baseline at a load is not valid."""
+    result["concurrency"][size]["methods"]["without"]["valid"] = False
+    return result
+
+
 IN_FLIGHT = "with 1 in flight the server answers at"
 SPEED = "of the baseline's speed"
 
@@ -201,6 +207,11 @@ SPEED = "of the baseline's speed"
         (serving((1, 1.4, (1.3, 1.5)), (16, 0.9, (0.8, 1.0))), 20, Outcome.worth,
          f"This head is worth serving: {IN_FLIGHT} 1.40 {SPEED} (95% interval 1.30-1.50, 20 "
          "dialogues), and is no faster with 16."),
+        (spoiled(serving((1, 1.4, (1.3, 1.5)), (16, 0.9, (0.8, 0.95))), "1"), 20, Outcome.weak,
+         f"{UNWORTHY}: with 16 in flight the server answers at 0.90 {SPEED} (95% interval "
+         "0.80-0.95, 20 dialogues)."),
+        (spoiled(serving((1, 1.4, (1.3, 1.5))), "1"), 20, Outcome.unclear,
+         "No load has valid windows, so nothing says whether drafts pay."),
     ],
 )  # fmt: skip
 def test_serving_is_judged(

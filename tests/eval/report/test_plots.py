@@ -1,6 +1,6 @@
 """Pictures of measurements: what is drawn of each."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from eval.report.plots import (
     plot_acceptance,
     plot_comparison,
     plot_concurrency,
+    plot_load_curve,
     plot_pruning,
     plot_reported,
     plot_speedup,
@@ -248,6 +249,57 @@ def without_waits() -> dict[str, Any]:
     return {"concurrency": found}
 
 
+def served(
+    sizes_: Sequence[int] = (1, 4, 16), alone: bool = False, off_from: int | None = 5
+) -> dict[str, Any]:
+    """A `serve.json`: at each load our server is at half the last gain; one window is not valid."""
+    loads = {}
+    for place, size in enumerate(sizes_):
+        gain = 2.0 / 2**place
+        row = {
+            "tokens_per_s": 8.0 * size, "tokens_per_s_per_user": 8.0 - place, "speedup": 1.0,
+            "speedup_ci95": None, "valid": True,
+        }  # fmt: skip
+        ours = {
+            **row, "tokens_per_s": 8.0 * size * gain, "tokens_per_s_per_user": 16.0 - place,
+            "speedup": None if alone else gain,
+            "speedup_ci95": None if alone else [gain / 2, gain * 2],
+        }  # fmt: skip
+        methods = {"with drafts": ours} if alone else {"with drafts": ours, "without": row}
+        loads[str(size)] = {"baseline": None if alone else "without", "methods": methods}
+    loads[str(sizes_[-1])]["methods"]["with drafts"]["valid"] = False
+    return {"concurrency": loads, "off_from": off_from}
+
+
+def hollow(panel: Axes) -> list[tuple[float, float]]:
+    """Places of the points that are not filled."""
+    found = [line for line in panel.lines if line.get_markerfacecolor() == "white"]
+    return [(float(x), float(y)) for line in found for x, y in line.get_xydata()]
+
+
+def test_a_picture_of_a_load_curve(drawn) -> None:
+    curve, gain = drawn(plot_load_curve, served())
+    ours, base = [(16, 16), (15, 32), (14, 64)], [(8, 8), (7, 32), (6, 128)]
+    assert [line for line in lines(curve) if len(line) == 3] == [ours, base]
+    assert [text.get_text() for text in curve.texts] == ["1", "4", "16"] * 2
+    assert hollow(curve) == [(14, 64)]
+    marks = {line.get_label(): line.get_xydata().tolist() for line in curve.lines}
+    assert marks["off from 5 in flight"] == [[14, 64]]
+    assert lines(gain)[0] == [(1, 2), (4, 1), (16, 0.5)]
+    assert hollow(gain) == [(16, 0.5)]
+    assert lines(gain)[-2:] == [[(0, 1), (1, 1)], [(5, 0), (5, 1)]]
+    assert (gain.get_xscale(), ticks(gain)) == ("log", ["1", "4", "16"])
+    assert said(curve, gain) == [
+        "tokens per second per user", "tokens per second of the server",
+        "requests in flight", "speed-up over the server without drafts (95%)",
+    ]  # fmt: skip
+
+
+def test_a_picture_of_a_server_alone_has_the_curve_alone(drawn) -> None:
+    (curve,) = drawn(plot_load_curve, served(alone=True, off_from=None))
+    assert lines(curve)[0] == [(16, 16), (15, 32), (14, 64)]
+
+
 CONDITIONS = {
     "data": "nvidia/SPEED-Bench throughput_16k, test, version 0123abcd",
     "turns": "first 2 turns of up to 7",
@@ -266,6 +318,7 @@ LABELLED: dict[str, tuple[Callable[[Any, Path], None], Callable[[], Any], int]] 
     "no depth": (plot_speedup, lambda: of_methods(["vanilla", "generate"]), 3),
     "texts at a time": (plot_concurrency, large, 3),
     "no waits": (plot_concurrency, without_waits, 2),
+    "loads": (plot_load_curve, lambda: served([2**n for n in range(8)]), 2),
     "long categories": (plot_acceptance, lambda: accepted(LONG), 2),
     "heads": (
         plot_comparison,
@@ -286,7 +339,9 @@ def test_all_words_are_within_the_picture_and_clear_of_other_panels(name: str, m
     results = make() if plot is plot_comparison else {**make(), "conditions": CONDITIONS}
     plot(results, Path("picture.png"))
     (figure,) = figures
-    captions = {plot_acceptance, plot_speedup, plot_concurrency, plot_comparison}
+    captions = {
+        plot_acceptance, plot_speedup, plot_concurrency, plot_load_curve, plot_comparison,
+    }  # fmt: skip
     assert (figure._supxlabel is not None) == (plot in captions)
     assert len(figure.axes) == num_panels
     assert all(panel.has_data() for panel in figure.axes)
