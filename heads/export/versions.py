@@ -39,7 +39,7 @@ CHECKS = (
         "vLLM", "0.33.0", "read", "2026-11-28", "class names, methods, keys, loaders", VLLM_FORMATS
     ),
     EngineCheck(
-        "vLLM", "0.32.0", "run", "2026-11-28", "texts and counters of each kind of head", VLLM_FORMATS
+        "vLLM", "0.32.0", "run", "2026-11-28", "texts, counters of each kind", VLLM_FORMATS
     ),
     EngineCheck(
         "speculators", "0.9.0", "run", "2026-11-28", "logits of EAGLE-3 and block heads",
@@ -50,7 +50,7 @@ CHECKS = (
         (ExportFormat.sglang,),
     ),
     EngineCheck(
-        "llama.cpp", "b11549", "run", "2026-11-28", "texts and counters of each kind of head",
+        "llama.cpp", "b11549", "run", "2026-11-28", "texts, counters of each kind",
         (ExportFormat.llamacpp,),
     ),
     EngineCheck(
