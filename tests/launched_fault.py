@@ -60,7 +60,7 @@ def peaking() -> None:
     real, texts = loop.evaluate_heldout, [[(20, 10)] * 8]
 
     def measure(*args: Any) -> evaluation.HeldoutFigures:
-        tokens = texts.pop() if texts else [(10, 10)] * 8
+        tokens = texts.pop() if texts else [(20, 20)] * 8
         return real(*args)._replace(texts=[] if rank() else tokens)
 
     loop.evaluate_heldout = measure
