@@ -30,6 +30,8 @@ from tests.chats import write_rows
 
 DEPTH, NUM_TOKENS, NUM_PROMPTS = 3, 25, 8
 PASS_S = 0.5
+STUCK, PATIENCE = "stuck", 1200
+"""Twentieths of a second after which a server breaks off, as a client sends too few requests."""
 
 
 class Clock:
@@ -111,10 +113,15 @@ class LoadedServer(Loopback):
         return 0 < expected == len(self.live) and num_read == self.num_messages
 
     def _run(self) -> None:
+        num_waits = 0
         while not self._stopped:
             with self.clock.changed:
                 if self.clock.changed.wait_for(self._is_settled, 0.05):
                     self._decode()
+                    num_waits = 0
+                elif (num_waits := num_waits + bool(self.live)) == PATIENCE:
+                    for text in self.live:
+                        text.pieces.put((0, STUCK))
 
     def _decode(self) -> None:
         """One pass of all running requests."""
@@ -181,6 +188,9 @@ class _Handler(Answers, BaseHTTPRequestHandler):
         text, ending = self.owner.enter(), None
         while ending is None:
             num_new, ending = text.pieces.get()
+            if ending == STUCK:
+                self.close_connection = True
+                return
             choice = {"token_ids": [self.owner.token] * num_new, "finish_reason": ending}
             data = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -326,23 +336,44 @@ def test_a_spoiled_window_is_marked(
     monkeypatch: pytest.MonkeyPatch,
     few_draws: None,
 ) -> None:
-    run = ServeRun(max_new_tokens=NUM_TOKENS, concurrency=[1, 4], num_repeats=1, num_warmups=0)
-    prompts = [Prompt("all", [1, 2, 3], dialogue) for dialogue in range(NUM_PROMPTS)]
-    with ExitStack() as stack:
-        ours, base = stack.enter_context(two_servers(monkeypatch, run.concurrency))
-        spoil(ours, base)
-        servers = {
-            name: stack.enter_context(ServingEngine(Endpoint(server.root), 4, drafts=name == WITH))
-            for name, server in ((WITH, ours), (WITHOUT, base))
-        }
-        journal = stack.enter_context(JsonlStore(tmp_path, {}))
-        loads = measure_curve(servers, prompts, run, journal)
+    loads = measured([1, 4], spoil, tmp_path, monkeypatch)
     assert failed(loads["4"]) == {WITH: [], WITHOUT: [], **marks}
     valid = {name: row["valid"] for name, row in loads["4"]["methods"].items()}
     assert valid == {name: name not in marks for name in valid}
     # The load is read by nobody.
     found = build_schedule({"4": loads["4"]}, DEPTH, NUM_PROMPTS)
     assert found["schedule_basis"] == "No schedule: no load has valid windows on both servers."
+
+
+def test_no_larger_load_is_measured_than_a_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_draws: None, capsys: Any
+) -> None:
+    loads = measured([2, 4, 6], queue_requests, tmp_path, monkeypatch)
+    assert list(loads) == ["2", "4"]
+    words = "concurrency=[6]: left out, as a server runs at most 3 requests at a time"
+    assert words in capsys.readouterr().err
+
+
+def measured(
+    sizes: list[int],
+    spoil: Callable[[LoadedServer, LoadedServer], None],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, Any]:
+    """The loads of two servers, one of them spoiled."""
+    run = ServeRun(max_new_tokens=NUM_TOKENS, concurrency=sizes, num_repeats=1, num_warmups=0)
+    prompts = [Prompt("all", [1, 2, 3], dialogue) for dialogue in range(NUM_PROMPTS)]
+    with ExitStack() as stack:
+        ours, base = stack.enter_context(two_servers(monkeypatch, sizes))
+        spoil(ours, base)
+        servers = {
+            name: stack.enter_context(
+                ServingEngine(Endpoint(server.root), max(sizes), drafts=name == WITH)
+            )
+            for name, server in ((WITH, ours), (WITHOUT, base))
+        }
+        journal = stack.enter_context(JsonlStore(folder, {}))
+        return measure_curve(servers, prompts, run, journal)
 
 
 Bounds = tuple[float, float]
