@@ -316,7 +316,11 @@ def bootstrap_interval(
 
 def compute_tau_interval(prompts: Sequence[PromptSteps], seed: int) -> Interval:
     """Compute the 95% bootstrap interval of tau over dialogues, in tokens per verify pass."""
-    sums = sum_by_dialogue([prompt.build_row() for prompt in prompts])
+    return bootstrap_tau(sum_by_dialogue([prompt.build_row() for prompt in prompts]), seed)
+
+
+def bootstrap_tau(sums: Sequence[Ratio], seed: int) -> Interval:
+    """Compute `compute_tau_interval` from emitted tokens and verify passes of each dialogue."""
     return bootstrap_interval(sums, lambda drawn, _: compute_tau(drawn), seed)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from eval.measure.acceptance_stats import (
     FEWEST_DIALOGUES,
-    bootstrap_interval,
+    bootstrap_tau,
     compute_mean_acceptance_length,
     compute_tau,
     count_dialogues,
@@ -232,7 +232,7 @@ def _compute_figures(rows: Rows, seed: int) -> dict[str, Any]:
     sums = sum_by_dialogue(rows)
     return {
         "tau": compute_tau(sums),
-        "tau_ci95": bootstrap_interval(sums, lambda drawn, _: compute_tau(drawn), seed),
+        "tau_ci95": bootstrap_tau(sums, seed),
         "per_draft": compute_mean_acceptance_length(rows),
         "num_dialogues": count_dialogues(rows),
         "num_prompts": len(rows),

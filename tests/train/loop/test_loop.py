@@ -516,19 +516,19 @@ def test_a_head_that_training_makes_worse_stays_as_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("keep", "evaluate", "why"),
+    ("keep", "texts", "why"),
     [
-        (Keep.last, peaks(GOOD, POOR), "train.keep=last"),
+        (Keep.last, [GOOD, POOR], "train.keep=last"),
         # No texts, and an evaluation that fails at the end.
-        (Keep.best, peaks([], []), "the last, as its evaluation gave no tau to compare"),
-        (Keep.best, peaks(GOOD), "the last, as its evaluation gave no tau to compare"),
+        (Keep.best, [[], []], "the last, as its evaluation gave no tau to compare"),
+        (Keep.best, [GOOD], "the last, as its evaluation gave no tau to compare"),
     ],
 )
 def test_the_last_head_stays_if_asked_or_not_compared(
-    tmp_path: Path, keep: Keep, evaluate: Any, why: str
+    tmp_path: Path, keep: Keep, texts: list, why: str
 ) -> None:
     fit(tmp_path / "straight", settings())
-    outcome = fit(tmp_path / "out", settings(keep=keep), evaluate=evaluate)
+    outcome = fit(tmp_path / "out", settings(keep=keep), evaluate=peaks(*texts))
     assert weights(tmp_path / "out") == weights(tmp_path / "straight")
     assert kept_of(tmp_path / "out") == {"step": 6, "num_steps": 6, "why": why} == outcome.kept
 
