@@ -41,6 +41,7 @@ class ChatServer(Loopback):
         bodies: of all requests that were answered.
         others: answers at further paths.
         most_at_once: the largest number of requests in flight.
+        connections: what requests want of their connections.
     """
 
     path = "/v1/chat/completions"
@@ -55,6 +56,7 @@ class ChatServer(Loopback):
         self.bodies: list[dict] = []
         self.others: dict[str, Callable[[dict], dict]] = {}
         self.keys: set[str | None] = set()
+        self.connections: set[str | None] = set()
         self.most_at_once = 0
         self._at_once = 0
         self._lock = threading.Lock()
@@ -99,6 +101,7 @@ class _Handler(Answers, BaseHTTPRequestHandler):
             self.send_json({"error": "no such page"}, 404)
             return
         self.owner.keys.add(self.headers.get("Authorization"))
+        self.owner.connections.add(self.headers.get("Connection"))
         fault = self.owner.enter(body)
         time.sleep(self.owner.delay_s)
         self.owner.leave()  # who has the answer may ask again at once

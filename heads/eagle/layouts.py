@@ -541,9 +541,7 @@ def format_engine_hint(head: Any, engine: ExportFormat) -> str:
 def shares_output_head(head: Any) -> bool:
     """Tell whether vLLM may draft with a quantised copy of the target's output head.
 
-    It refuses heads with an output head of their own, and copies of an output head that is
-    quantised already. P-EAGLE's heads, which draft in one pass, were not looked up.
+    It refuses heads with an output head of their own. P-EAGLE's heads, which draft in one pass,
+    were not looked up. Beside a target whose output head is quantised there is no export.
     """
-    attached = head._target  # empty while nobody knows the target
-    quantised = any(target.head_is_quantized for target in attached)
-    return head.lm_head is None and head.max_draft_tokens is None and not quantised
+    return head.lm_head is None and head.max_draft_tokens is None

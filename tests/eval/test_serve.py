@@ -278,6 +278,8 @@ def test_requests_in_flight_are_timed_beside_a_server_without_drafts(
             setting, server, tmp_path, baseline=base.root, concurrency=[4, 1, 4], num_repeats=2
         )
     assert 1 <= max(server.most_at_once, base.most_at_once) <= 4
+    # llama.cpp's server ends connections that stay open.
+    assert ("keep-alive" in server.connections) == (kind != "llamacpp")
     assert list(result["concurrency"]) == ["1", "4"]
     # Texts of three prompts, at least four for each request in flight.
     for num_copies, measured_ in zip((2, 6), result["concurrency"].values(), strict=True):
