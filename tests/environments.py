@@ -17,13 +17,14 @@ from conf.settings.drafting import HeadRef
 from conf.settings.measure import ServeRun
 from conf.settings.target import Dtype, TargetConfig
 from data.servers.serving_engines import DraftCounts
+from data.templates.record_encoder import RecordEncoder
 from eval import serve
-from eval.decode.engine import decode
+from eval.decode.engine import NoDraft, decode, decode_batch
 from heads.decoding.drafting import Drafter
 from heads.eagle.eagle import EagleHead
 from heads.layers.branch_attention import BranchCache, build_causal_range
 from heads.layers.documents import Documents
-from heads.target_model.load import load_target
+from heads.target_model.load import load_target, load_target_tokenizer
 from heads.target_model.model import Target
 
 SCRIPTS = Path(__file__).parent / "engines"
@@ -151,10 +152,21 @@ def accepted_by_depth(counts: list[dict[str, Any]]) -> list[int]:
     return [sum(column) for column in zip(*(each["accepted"] for each in counts), strict=True)]
 
 
+QUESTIONS = [f"hello {word}, how are you?" for word in ("there", "you", "today")]
+
+
+def answered(target: Target, num_tokens: int) -> list[list[int]]:
+    """The target's greedy answers to `QUESTIONS`, with the prompts."""
+    encoder = RecordEncoder(load_target_tokenizer(TargetConfig(target.name)))
+    asked = [encoder.encode_prompt([{"role": "user", "content": each}]) for each in QUESTIONS]
+    found = decode_batch(target, NoDraft(), asked, num_tokens)
+    return [ids + text.token_ids for ids, text in zip(asked, found, strict=True)]
+
+
 def serve_checked(url: str, engine: str, target: str, head: Path, folder: Path) -> dict[str, Any]:
     """What `eval/serve.py` writes of a server whose head drafts 3 tokens, and that it is well."""
     folder.mkdir()
-    rows = [{"turns": [f"hello {word}, how are you?"]} for word in ("there", "you", "today")]
+    rows = [{"turns": [question]} for question in QUESTIONS]
     run = ServeRun(
         endpoint=url,
         target=TargetConfig(path=target, dtype=Dtype.float32),

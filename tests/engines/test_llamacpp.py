@@ -17,6 +17,7 @@ from commands import ROOT
 from environments import (
     LLAMACPP,
     accepted_by_depth,
+    answered,
     counts_of_llamacpp,
     needs,
     opened,
@@ -117,9 +118,13 @@ def compare(target: Target, head: DraftHead, folder: Path) -> None:
 
 
 def feature_head(
-    target: Target, kind: str, changes: dict[str, Any] | None = None, **settings: Any
+    target: Target,
+    kind: str,
+    documents: list[list[int]] | None = None,
+    changes: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
-    """A trained head, with changes of its architecture that no setting makes."""
+    """A head that has learnt texts, with changes of its architecture that no setting makes."""
     config = settings_of(kind, **settings)
     usual = fresh(target, config)
     head = type(usual)(replace(usual.config, **changes or {}), usual.vocab)
@@ -129,7 +134,8 @@ def feature_head(
         rows = head.embed_tokens.weight.data
         rows.add_(0.5 * rows.std() * torch.randn(rows.shape, generator=torch.manual_seed(0)))
     objective = objective_of(head, target, config)
-    return trained(objective, texts(target, 6, 40), 60 if kind == "eagle3" else 40)
+    learnt_texts = texts(target, 6, 40) if documents is None else documents
+    return trained(objective, learnt_texts, 60 if kind == "eagle3" else 40)
 
 
 def test_llamacpp_drafts_with_few_ids_what_we_do(target, eagle3, tmp_path) -> None:
@@ -161,7 +167,7 @@ def test_llamacpp_drafts_with_few_ids_what_we_do(target, eagle3, tmp_path) -> No
 )
 def test_llamacpp_drafts_what_we_do(target, tmp_path, kind, settings, changes) -> None:
     block = {} if kind == "eagle3" else {"block_size": 8}
-    compare(target, feature_head(target, kind, changes, **block, **settings), tmp_path)
+    compare(target, feature_head(target, kind, None, changes, **block, **settings), tmp_path)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -248,8 +254,9 @@ def serving(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def test_llamacpp_served_with_a_head_passes_the_check(
-    target: Target, eagle3: DraftHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    eagle3 = feature_head(target, "eagle3", answered(target, 48))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     ending = tmp_path / "target.gguf"
     save_target_gguf(target, ending, 2)
