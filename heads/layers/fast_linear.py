@@ -35,6 +35,9 @@ FEWEST_ROWS = 4
 """Least rows of a product with a large matrix, where `Processor.pads_few_rows`."""
 SMALL = 1 << 19
 """Numbers of a small matrix, for which torch's float32 product of one row is as fast."""
+FEWEST_NUMBERS = 1 << 18
+"""Least numbers of a packed matrix: a packed product costs 20 to 40 us more than torch's, which
+smaller matrices do not win back."""
 LARGEST_SHARE = 0.25
 """Share of the machine's memory for packed models, whose weights take memory twice."""
 _packed: dict[int, tuple[int, Tensor]] = {}
@@ -164,8 +167,10 @@ def pack_weights(*modules: nn.Module) -> None:
 
 
 def _can_be_packed(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Tell whether a layer is a plain CPU linear layer with a dtype that packs."""
+    """Tell whether a layer is a plain CPU linear layer of a size and dtype that packs."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
+        return False
+    if layer.weight.numel() < FEWEST_NUMBERS:
         return False
     return this_processor().multiplies_packed(layer.weight.dtype)
 
@@ -192,7 +197,9 @@ class PackedLinear(nn.Linear):
         cast = input.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
         if trained or cast or (self.leaves_one and input.numel() == self.in_features):
             return functional.linear(input, weight, self.bias)
-        return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
+        if torch.compiler.is_compiling():
+            return torch.ops.headsmith.packed_linear.default(input, weight, self.bias, self.key)
+        return _multiply_packed(input, weight, self.bias, self.key)
 
 
 # An operator, so that compiled regions call it unchanged.

@@ -268,6 +268,7 @@ def test_target_heads_and_draft_model_multiply_over_packed_weights(
         return usual(layer)
 
     monkeypatch.setattr(packed, "_can_be_packed", can_be_packed)
+    monkeypatch.setattr(packed, "FEWEST_NUMBERS", 1)
     names = ["medusa_chain", "eagle_chain", "draft_chain"]
     measured(llama, tmp_path, methods=names, max_new_tokens=2)
     targets = llama["target"].path, llama["draft"].path

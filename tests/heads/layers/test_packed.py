@@ -10,7 +10,7 @@ from toys import random_model
 
 import heads.layers.fast_linear
 from heads.devices import this_processor
-from heads.layers.fast_linear import SMALL, PackedLinear, pack_weights
+from heads.layers.fast_linear import FEWEST_NUMBERS, SMALL, PackedLinear, pack_weights
 
 HERE = this_processor()
 KINDS = [each for each in (torch.float32, torch.bfloat16) if HERE.multiplies_packed(each)]
@@ -25,6 +25,11 @@ class Products(dict):
     def get(self, key: int, default: Any) -> Any:
         self.number += key in self
         return super().get(key, default)
+
+
+@pytest.fixture(autouse=True)
+def small_matrices_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads.layers.fast_linear, "FEWEST_NUMBERS", 1)
 
 
 @pytest.fixture
@@ -200,6 +205,16 @@ def test_bfloat16_stays_where_its_products_are_imitated(monkeypatch: pytest.Monk
 def test_dtypes_that_onednn_does_not_multiply_stay(dtype: torch.dtype) -> None:
     packed, _ = layers(dtype, bias=False)
     assert type(packed) is nn.Linear
+
+
+@pytest.mark.parametrize(("width", "kind"), [(511, nn.Linear), (512, PackedLinear)])
+def test_a_matrix_too_small_to_win_back_the_call_stays(
+    width: int, kind: type[nn.Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads.layers.fast_linear, "FEWEST_NUMBERS", FEWEST_NUMBERS)
+    layer = nn.Linear(width, 512)
+    pack_weights(layer)
+    assert type(layer) is kind
 
 
 def test_weights_elsewhere_stay() -> None:
