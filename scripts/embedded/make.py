@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -466,17 +466,21 @@ def _iter_batches(
     """Yield `num_steps` batches [B, T + 1], shuffling the chats anew for every epoch."""
     bos = str(tokenizer.bos_token)
     texts = [render_chat(piece, bos) for piece in pieces]
-    chats = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    # The garbage collector walks lists of numbers in many steps, and tuples of numbers in none.
+    chats = [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     rng = random.Random(recipe.seed)
     width = recipe.train_length + 1
-    need = recipe.batch_size * width
-    stream: list[int] = []
-    for _ in range(recipe.num_steps):
-        while len(stream) < need:
+
+    def iter_tokens() -> Iterator[int]:
+        while True:
             rng.shuffle(chats)
-            stream += [token for chat in chats for token in chat]
-        yield torch.tensor(stream[:need]).view(recipe.batch_size, width)
-        stream = stream[need:]
+            for chat in chats:
+                yield from chat
+
+    tokens = iter_tokens()
+    for _ in range(recipe.num_steps):
+        batch = list(islice(tokens, recipe.batch_size * width))
+        yield torch.tensor(batch).view(recipe.batch_size, width)
 
 
 def unlearn_loops(
