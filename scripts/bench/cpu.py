@@ -50,7 +50,7 @@ from scripts.bench.harness import WorkerProcess, take_answers
 from scripts.bench.training import RunSizes, make_random_target, start_run
 
 SIZES = {
-    "hidden": 256, "layers": 4, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
+    "hidden": 192, "layers": 10, "vocab": 1024, "rows": 2048, "length": 512, "prompt": 64,
     "new_tokens": 32, "threads": 1,
 }  # fmt: skip
 """Sizes of the embedded default; a training step takes one sequence of `length` tokens."""

@@ -1,4 +1,4 @@
-"""Makes the embedded default again: `python scripts/embedded/make.py FOLDER`, about an hour.
+"""Makes the embedded default again: `python scripts/embedded/make.py FOLDER`, 75 minutes.
 
 A small Llama-type model is trained on Python source with permissive licences, then answers prompts
 from the standard library with its own greedy text. FOLDER gets the contents of `data/embedded/`,
@@ -95,11 +95,11 @@ class Recipe:
     """Source files of each kind to read; unset reads all."""
     max_piece_chars: int = 560
     vocab_size: int = 1024
-    hidden_size: int = 256
-    intermediate_size: int = 704
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
+    hidden_size: int = 192
+    intermediate_size: int = 448
+    num_layers: int = 10
+    num_heads: int = 6
+    num_kv_heads: int = 3
     max_position_embeddings: int = 1024
     train_length: int = 256
     """Tokens of a training sequence."""
