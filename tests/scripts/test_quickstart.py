@@ -5,17 +5,16 @@ from scripts import quickstart
 
 
 def test_what_is_there_is_not_made_again_but_shown(tmp_path: Path, capsys) -> None:
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head/config.json").write_text("{}")
+    for folder in ("head", "medusa/head", "vllm"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
     (tmp_path / "acceptance.json").write_text('{"tau": 2.0, "alpha": [0.5]}')
-    figures = {"tau": 2.0, "tokens_per_s": 10.0, "speedup": 1.5}
+    figures = {"tau": 2.0, "tokens_per_s": 10.0, "speedup": 1.5, "speedup_ci95": [1.25, 1.75]}
     answer = [["    return", 0], [" a", 1], ["<|end|>", 0]]
     speedup = {
         "baseline": "generate",
-        "methods": {"medusa_chain": figures},
-        "texts": [
-            {"question": "def f(a):", "methods": {"vanilla": answer, "medusa_chain": answer}}
-        ],
+        "methods": {"eagle_chain": figures, "generate": figures | {"speedup_ci95": None}},
+        "texts": [{"question": "def f(a):", "methods": {"vanilla": answer, "eagle_chain": answer}}],
     }
     (tmp_path / "speedup.json").write_text(json.dumps(speedup))
     quickstart.main(tmp_path)
@@ -25,7 +24,9 @@ def test_what_is_there_is_not_made_again_but_shown(tmp_path: Path, capsys) -> No
     table = quickstart.build_summary(speedup, {"tau": 2.0, "alpha": [0.5, 0.25]})
     assert table.title == "Held-out prompts; speed-up over the baseline, generate"
     assert [[column.header, *column.cells] for column in table.columns] == [
-        ["method", "medusa_chain"], ["tau", "2.00"], ["tokens/s", "10.00"], ["speed-up", "1.50"],
+        ["method", "eagle_chain", "generate"], ["tau", "2.00", "2.00"],
+        ["tokens/s", "10.00", "10.00"], ["speed-up", "1.50", "1.50"],
+        ["95% interval", "1.25-1.75", ""],
     ]  # fmt: skip
     assert table.caption == "replayed tau 2.000, alpha per depth 0.50 0.25"
     assert f"{tmp_path}/speedup.png" in shown.replace("\n", "")
@@ -33,9 +34,17 @@ def test_what_is_there_is_not_made_again_but_shown(tmp_path: Path, capsys) -> No
 
 
 def test_what_is_missing_is_run(tmp_path: Path) -> None:
-    commands = {name: arguments for name, _, arguments in quickstart.list_stages(tmp_path)}
-    assert list(commands) == ["train", "acceptance", "speedup"]
-    assert "train.resume=auto" not in commands["train"]
-    (tmp_path / "metrics.jsonl").write_text("")
-    commands = {name: arguments for name, _, arguments in quickstart.list_stages(tmp_path)}
-    assert commands["train"][-1] == "train.resume=auto"
+    stages = {name: (file, set(words)) for name, file, words in quickstart.list_stages(tmp_path)}
+    head, medusa = tmp_path / "head", tmp_path / "medusa/head"
+    assert {name: str(file.relative_to(tmp_path)) for name, (file, _) in stages.items()} == {
+        "EAGLE-3.1": "head/config.json", "Medusa": "medusa/head/config.json",
+        "acceptance": "acceptance.json", "speedup": "speedup.json", "export": "vllm/config.json",
+    }  # fmt: skip
+    expected = {
+        "EAGLE-3.1": {"train/eagle.py", f"out_dir={tmp_path}", "train.resume=auto"},
+        "Medusa": {"train/medusa.py", f"out_dir={tmp_path}/medusa", "train.resume=auto"},
+        "acceptance": {f"head.path={head}", f"out_dir={tmp_path}"},
+        "speedup": {f"head.path={head}", f"heads=[{medusa}]", f"out_dir={tmp_path}"},
+        "export": {f"head.path={head}", f"out_dir={tmp_path}/vllm", "format=vllm"},
+    }
+    assert all(words <= stages[name][1] for name, words in expected.items())
