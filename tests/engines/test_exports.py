@@ -142,7 +142,7 @@ def test_vllm_serves_an_export_with_our_counts(
         pytest.param(["train/dflash.py", *SMALL_BLOCKS], "draft-dflash", id="DFlash"),
         # Its recipe's 16 need a hidden size of 272.
         pytest.param(
-            ["train/dflash2.py", *SMALL_BLOCKS, "head.selector_top_k=15"],
+            ["train/dflash2.py", *SMALL_BLOCKS, "head.selector_top_k=13"],
             "draft-dflash",
             id="DFlash-2",
         ),
