@@ -12,6 +12,7 @@ from conf.command.clock import PartClock
 from eval.decode.engine import Generation, Step
 from eval.decode.generation_config import StopRules
 from heads.decoding.sampling import Sampling
+from heads.target_model.decoder import find_cache_argument
 from heads.target_model.model import Target
 
 
@@ -38,7 +39,7 @@ class _PassRecorder:
             return
         given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         self.widths.append(next(tensor.shape[1] for tensor in given if tensor is not None))
-        self.cached.append(int(kwargs["past_key_values"].get_seq_length()))
+        self.cached.append(int(kwargs[find_cache_argument(kwargs)].get_seq_length()))
 
     def end_prompt(self) -> None:
         """End the prompt's part; may be called repeatedly."""

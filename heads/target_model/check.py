@@ -30,7 +30,7 @@ from conf.errors import InputError
 from conf.files import cache_dir, load_json, write_atomically
 from conf.settings.target import TargetConfig
 from heads.layers.documents import Documents
-from heads.target_model.decoder import MODEL_ERRORS
+from heads.target_model.decoder import MODEL_ERRORS, find_cache_argument
 from heads.target_model.identity import identify_target
 from heads.target_model.model import Target, TargetOutput, prefill
 
@@ -153,8 +153,8 @@ def _compute_decoded_logits(target: Target, ids: Tensor, num_last: int) -> Tenso
     model, num_first = target.model, ids.shape[1] - num_last + 1
     parameters: Any = signature(model.forward).parameters
     cache = DynamicCache(config=target.config)
-    name = "past_key_values" if "past_key_values" in parameters else "cache_params"
-    if name == "cache_params":
+    name = find_cache_argument(parameters)
+    if model._is_stateful and "position_ids" not in parameters:
         parameters = {}  # Mamba takes a mask of all tokens for that of the new ones
     logits = []
     for start, end in pairwise([0, *range(num_first, ids.shape[1] + 1)]):

@@ -18,7 +18,7 @@ Letters: B sequences, T or n tokens, D hidden, n streams of a residual.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -41,6 +41,7 @@ WRITERS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING",
 )
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 ENCODER = "MODEL_FOR_MASKED_LM_MAPPING"
 REFUSED = {"paligemma": "it reads its prompt in both directions, and what follows it in one"}
 
@@ -218,10 +219,18 @@ def call_decoder(
     model_class: Any = type(getattr(decoder, "_orig_mod", decoder))
     arguments = _list_forward_arguments(model_class)
     given = {"position_ids": position_ids, "attention_mask": masks}
-    # State spaces have no positions or masks, and name their cache differently.
-    name = "past_key_values" if "past_key_values" in arguments else "cache_params"
+    # State spaces have no positions or masks.
     given = {key: value for key, value in given.items() if key in arguments}
-    return decoder(input_ids=input_ids, use_cache=cache is not None, **{name: cache}, **given)
+    given[find_cache_argument(arguments)] = cache
+    return decoder(input_ids=input_ids, use_cache=cache is not None, **given)
+
+
+def find_cache_argument(names: Collection[str]) -> str:
+    """Find the name of the cache among the arguments of a model's forward.
+
+    transformers 5.24 calls it `cache`. Before, state spaces had a name of their own.
+    """
+    return next((name for name in CACHE_ARGUMENTS if name in names), CACHE_ARGUMENTS[-1])
 
 
 @cache

@@ -1,4 +1,5 @@
 import copy
+from inspect import signature
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from eval.decode.engine import NoDraft, decode, decode_batch
 from eval.measure.replay import replay_response
 from heads.decoding.drafting import CommittedTokens, Roots
 from heads.decoding.tree import Tree
-from heads.target_model.decoder import find_decoder
+from heads.target_model.decoder import find_cache_argument, find_decoder
 from heads.target_model.model import FeatureLayers, Target
 
 PROMPT = [5, 17, 40, 8, 77, 23, 61]
@@ -114,7 +115,7 @@ def test_other_layers_are_left_out_of_the_drafts_alone(each) -> None:
     for skip in kinds(each)[1:]:
         model = copy.deepcopy(each.model)
         past = DynamicCache(config=model.config)
-        name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+        name = find_cache_argument(signature(model.forward).parameters)
         model(torch.tensor([PROMPT[:-1]]), use_cache=True, **{name: past})
         for layer in skip:
             find_decoder(model).layers[layer].register_forward_hook(hand_on)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from toys import CHATML, SMALL, eagle_head, tokenizer
 from transformers import (
@@ -97,6 +98,8 @@ EACH = [pytest.param(f, marks=[pytest.mark.slow] if f == "qwen3_5" else []) for 
 def test_text_is_that_of_the_whole_model(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("whose own forward fails there on a text without images")
     whole = save_wrapper(tmp_path, family)
     warned: list[str] = []
     monkeypatch.setattr(logging.Logger, "warning", lambda _, text, *args: warned.append(str(text)))
