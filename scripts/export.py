@@ -11,6 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
+from conf.command.forms import name_commands
 from conf.command.run_record import collect_changed_settings, print_next_command, prompts_for
 from conf.errors import InputError
 from conf.files import find_local_path, load_json, split_gguf_path
@@ -146,7 +147,7 @@ from heads.kinds import find_kind_name, load_local_head
 from heads.target_model.identity import format_target_change, identify_target
 from heads.target_model.load import load_target
 
-NO_RESULT = "no acceptance.json of today's eval/acceptance.py lies beside this head"
+NO_RESULT = name_commands("no acceptance.json of today's eval/acceptance.py lies beside this head")
 PORTS = {
     ExportFormat.vllm: 8000, ExportFormat.speculators: 8000, ExportFormat.sglang: 30000,
     ExportFormat.llamacpp: 8080,
@@ -213,7 +214,8 @@ def main(config: ExportRun) -> None:
         if config.format is ExportFormat.llamacpp:
             print(
                 "\nto be checked to the unit, it takes -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd "
-                "f32 besides; otherwise, and with quantised weights, give eval/serve.py a tolerance"
+                "f32 besides; otherwise, and with quantised weights, give "
+                f"{name_commands('eval/serve.py')} a tolerance"
             )
         print_next_command("export", server | kept_settings | prompts_for(path))
 

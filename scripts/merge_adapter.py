@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
 
 from conf.command.entry import Command
+from conf.command.forms import name_commands
 from conf.errors import InputError
 from conf.files import check_empty_folder
 from conf.settings.export import MergeAdapterRun
@@ -64,7 +65,7 @@ def main(config: MergeAdapterRun) -> None:
     if find_mtp_layers(str(target.path), target.revision)[1]:
         print(
             "the target's MTP layer is missing, as transformers does not load it; to add "
-            f"it:\npython scripts/mtp.py action=stitch target.path={out_dir} "
+            f"it:\n{name_commands('python scripts/mtp.py')} action=stitch target.path={out_dir} "
             f"head.path={target.path} out_dir={out_dir}-mtp"
         )
 

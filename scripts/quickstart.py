@@ -1,11 +1,15 @@
 """Trains, measures and exports heads of the embedded default: `make quickstart`."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # repo root
+
+import argparse
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -13,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parents[1]
+from conf.command.forms import PACKAGE, list_arguments, name_commands
+from conf.command.run_record import PARENT_COMMAND_VARIABLE
+
 LAUNCH = [
     "accelerate.commands.launch", "--num_processes=1", "--num_machines=1", "--mixed_precision=no",
     "--dynamo_backend=no",
@@ -23,35 +29,34 @@ TRAIN = [
     "train.resume=auto",
 ]  # fmt: skip
 EAGLE = [
-    "train/eagle.py", "head=eagle3_1", "head.num_steps=2", *TRAIN, "train.batch_size=2",
+    "head=eagle3_1", "head.num_steps=2", *TRAIN, "train.batch_size=2",
     "train.micro_batch_size=2", "train.max_steps=180", "train.decay_fraction=0.5",
     "train.save_steps=50",
 ]  # fmt: skip
 MEDUSA = [
-    "train/medusa.py", *TRAIN, "train.batch_size=4", "train.micro_batch_size=4",
+    *TRAIN, "train.batch_size=4", "train.micro_batch_size=4",
     "train.max_steps=30", "train.save_steps=10",
 ]  # fmt: skip
-ACCEPTANCE = ["eval/acceptance.py", "data.num_prompts=16", "depth=4"]
+ACCEPTANCE = ["data.num_prompts=16", "depth=4"]
 SPEEDUP = [
-    "eval/speedup.py", "data.num_prompts=20", "num_repeats=1", "depth=2",
+    "data.num_prompts=20", "num_repeats=1", "depth=2",
     "dynamic_tree.num_tokens=8",
     "methods=[generate,eagle_chain,eagle_tree,medusa_tree,suffix]",
 ]  # fmt: skip
-EXPORT = ["scripts/export.py", "format=vllm"]
-PART_OF = {"HEADSMITH_PART_OF": "quickstart"}
-"""Environment variable that keeps stages from printing the next command."""
+EXPORT = ["format=vllm"]
 TRAINED = ("EAGLE-3.1", "Medusa")
 """Heads, and names of the stages that train them."""
 NUM_ANSWERS = 3
 """Number of answers to show."""
-NEXT = """
-On your own model and conversations (source .venv/bin/activate):
+AGAIN = "headsmith quickstart" if PACKAGE else "make quickstart"
+NEXT = name_commands(f"""
+On your own model and conversations{"" if PACKAGE else " (source .venv/bin/activate)"}:
   accelerate launch train/eagle.py head=eagle3_1 target.path=MODEL data.path=CHATS.jsonl \\
       out_dir=outputs/mine
   python eval/acceptance.py head.path=outputs/mine/head target.path=MODEL data.path=PROMPTS.jsonl
   python eval/speedup.py head.path=outputs/mine/head target.path=MODEL data.path=PROMPTS.jsonl
   python scripts/export.py head.path=outputs/mine/head format=vllm out_dir=outputs/mine-vllm
-"""
+""")
 
 
 class Stage(NamedTuple):
@@ -70,25 +75,29 @@ class Stage(NamedTuple):
 
 def list_stages(out_dir: Path) -> list[Stage]:
     """List the stages from training to an export; the head of the first is exported."""
-    head, medusa = out_dir / "head", out_dir / "medusa"
-    head_path, launch = f"head.path={head}", ["-m", *LAUNCH]
-    rows = [
-        (TRAINED[0], "head/config.json", out_dir, [*launch, *EAGLE]),
-        (TRAINED[1], "medusa/head/config.json", medusa, [*launch, *MEDUSA]),
-        ("acceptance", "acceptance.json", out_dir, [*ACCEPTANCE, head_path]),
-        ("speedup", "speedup.json", out_dir, [*SPEEDUP, head_path, f"heads=[{medusa}/head]"]),
-        ("export", "vllm/config.json", out_dir / "vllm", [*EXPORT, head_path]),
+    head, medusa = f"head.path={out_dir}/head", out_dir / "medusa"
+    launch = ["-m", *LAUNCH]
+    speedup = [*SPEEDUP, head, f"heads=[{medusa}/head]"]
+    rows: list[tuple[str, list[str], str, list[str], Path, str]] = [
+        (TRAINED[0], launch, "train/eagle.py", EAGLE, out_dir, "head/config.json"),
+        (TRAINED[1], launch, "train/medusa.py", MEDUSA, medusa, "head/config.json"),
+        ("acceptance", [], "eval/acceptance.py", [*ACCEPTANCE, head], out_dir, "acceptance.json"),
+        ("speedup", [], "eval/speedup.py", speedup, out_dir, "speedup.json"),
+        ("export", [], "scripts/export.py", [*EXPORT, head], out_dir / "vllm", "config.json"),
     ]
     return [
-        Stage(name, out_dir / file, [sys.executable, *command, f"out_dir={folder}"])
-        for name, file, folder, command in rows
-    ]
+        Stage(
+            name, folder / file,
+            [sys.executable, *start, *list_arguments(script), *settings, f"out_dir={folder}"],
+        )
+        for name, start, script, settings, folder, file in rows
+    ]  # fmt: skip
 
 
 def run_command(command: list[str], environ: dict[str, str]) -> None:
     """Run a command with additional variables; exit with its code if it fails."""
     env = os.environ | environ
-    code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+    code = subprocess.run(command, env=env, check=False).returncode
     if code != 0:
         sys.exit(code)
 
@@ -127,10 +136,10 @@ def main(out_dir: Path) -> None:
             # figures do not depend on other load.
             usual = str(min(8, os.cpu_count() or 1) if name in TRAINED else 1)
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", usual)}
-            run_command(command, threads | PART_OF)
+            run_command(command, threads | {PARENT_COMMAND_VARIABLE: "quickstart"})
             seconds[name] = f"{monotonic() - started:.0f} s"
         if not result.exists():
-            sys.exit(f"{name} was stopped; run `make quickstart` again to continue")
+            sys.exit(f"{name} was stopped; run `{AGAIN}` again to continue")
     console = Console()
     speedup, acceptance = (
         json.loads((out_dir / f"{name}.json").read_text()) for name in ("speedup", "acceptance")
@@ -146,4 +155,9 @@ def main(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:]).absolute() if sys.argv[1:] else ROOT / "outputs/quickstart")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "out_dir", nargs="?", type=Path, default="outputs/quickstart",
+        help="folder of heads and results, outputs/quickstart if unset; what is done is kept",
+    )  # fmt: skip
+    main(parser.parse_args().out_dir.absolute())

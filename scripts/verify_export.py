@@ -14,13 +14,14 @@ from conf.command.environment import set_passive_wait_policy
 
 set_passive_wait_policy()
 
+from conf.command.forms import name_commands
 from conf.errors import InputError, format_error
 from eval.parity.parity_check import FORMATS, check_parity
 
 
 def main() -> int:
     """Print one line per check; return 0 if the export computes the trained head, otherwise 2."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=name_commands((__doc__ or "").splitlines()[0]))
     parser.add_argument("folder", type=Path, help="the folder of the export")
     parser.add_argument(
         "--format", choices=FORMATS, help="the engine, if headsmith.json does not name it"

@@ -76,7 +76,7 @@ NAMES = """
     conditions
     draft_seconds from value role content tool_calls save_to_disk null
     output_hidden_states size_n first_token smollm2
-    num_speculative_tokens_per_batch_size
+    num_speculative_tokens_per_batch_size headsmith
 """
 
 

@@ -209,13 +209,16 @@ def training_objective(
     if isinstance(head, str):
         known: dict[str, Any] = {}
         for kind in kinds.HEADS:  # a kind without recipes is its own
-            main = import_module(f"train.{kind}").main
+            main = import_module(f"{__package__}.{kind}").main
             known |= dict.fromkeys(main.command.recipes or (kind,), main)
         if head not in known:
             raise InputError(f"head={head}: no such recipe; allowed: {', '.join(known)}")
         training, recipe = known[head], head
     else:
-        training, recipe = import_module(f"train.{kinds.find_kind_name(head)}").main, head.variant
+        training, recipe = (
+            import_module(f"{__package__}.{kinds.find_kind_name(head)}").main,
+            head.variant,
+        )
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
     try:
         changed = OmegaConf.merge(training.command.compose_settings(chosen).head, settings)

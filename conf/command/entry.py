@@ -30,6 +30,7 @@ from conf.command.environment import (
     set_num_threads,
     set_passive_wait_policy,
 )
+from conf.command.forms import name_commands
 from conf.command.help_pages import (
     check_setting_exists,
     check_typed_form,
@@ -189,7 +190,7 @@ class Command(Generic[Config]):
         else:
             text = format_help_page(self.doc or "", settings, self.recipes)
         try:
-            print(text, flush=True)  # noqa: T201
+            print(name_commands(text), flush=True)  # noqa: T201
         except BrokenPipeError:  # `| head` has seen enough, and Python would flush again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
+from conf.command.forms import PACKAGE
 from conf.errors import InputError
 from conf.settings.checks import AUTO
 
@@ -26,10 +27,11 @@ _SIZES = (
 )
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 """Variables of launchers with the number of processes on this machine."""
+_COMMAND = "-m MODULE" if PACKAGE else "SCRIPT"
 _TWO_ON_CPU = (
-    "on CPU: accelerate launch --config_file conf/accelerate/cpu2.yaml SCRIPT, or "
+    f"on CPU: accelerate launch --config_file conf/accelerate/cpu2.yaml {_COMMAND}, or "
     "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
-    "--mixed_precision no --dynamo_backend no SCRIPT"
+    f"--mixed_precision no --dynamo_backend no {_COMMAND}"
 )
 
 

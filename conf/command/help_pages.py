@@ -19,7 +19,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
-import conf.settings
+from conf import settings as all_settings
+from conf.command.forms import PACKAGE
 from conf.command.run_record import format_value
 from conf.errors import InputError
 
@@ -158,7 +159,7 @@ def _parse_attribute_docstrings(schema: type[Any]) -> dict[str, str]:
     """Parse the docstring below each attribute of a class or, where it has none, of its bases."""
     docstrings: dict[str, str] = {}
     for base in reversed(schema.__mro__):
-        if not base.__module__.startswith("conf."):
+        if not base.__module__.startswith(f"{PACKAGE}conf."):
             continue
         for statement, following in pairwise(_parse_classes(base.__module__)[base.__name__].body):
             target = statement.target if isinstance(statement, ast.AnnAssign) else None
@@ -334,7 +335,7 @@ def _iter_setting_names(schema: type[Any], section: str = "") -> Iterator[str]:
 
 def _iter_command_schemas() -> Iterator[tuple[str, type[Any]]]:
     """Yield each script with its dataclass of settings, whose docstring begins with the script."""
-    for module in iter_modules(conf.settings.__path__, "conf.settings."):
+    for module in iter_modules(all_settings.__path__, f"{all_settings.__name__}."):
         for schema in vars(import_module(module.name)).values():
             script = re.match(r"`(\w+/[\w/]+\.py)`", getattr(schema, "__doc__", None) or "")
             if script and schema.__module__ == module.name:

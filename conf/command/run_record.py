@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from conf.command.forms import PACKAGE, ROOT, list_arguments, name_commands
 from conf.errors import InputError
 from conf.files import split_gguf_path
 
@@ -41,7 +42,6 @@ _NAMES = {
 """Keys that say where a model lies, each with the keys that identify the model better. If one of
 those is known on both sides, the place is not compared."""
 _PACKAGES = ("headsmith", "torch", "transformers", "accelerate")
-ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = ROOT / "data/embedded"
 """Folder of the default target and data, for unset `target.path` and `data.path`."""
 PARENT_COMMAND_VARIABLE = "HEADSMITH_PART_OF"
@@ -172,7 +172,12 @@ def collect_provenance(config: Any, target: str, data: Any) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Return the git revision of this checkout, `+changes` behind it if files differ, or None."""
+    """Return the git revision of this checkout, `+changes` behind it if files differ, or None.
+
+    An installed package has a version instead.
+    """
+    if PACKAGE:
+        return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*"]
     command.append("--dirty=+changes")
     try:
@@ -203,6 +208,8 @@ def compute_code_checksum(files: Iterable[Path]) -> str:
 def _hash_code(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):  # a clone and a wheel share what they cache
+            node.module = (node.module or "").removeprefix(PACKAGE)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = [part for part in node.body if not _is_docstring(part)]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
@@ -258,15 +265,14 @@ def format_command(script: str, settings: Mapping[str, Any]) -> str:
     Settings that the script does not take, and paths of the embedded default, are skipped.
     """
     skipped = () if script in SERVER_SCRIPTS else SERVER_SETTINGS
-    path = ROOT / script
-    place = os.path.relpath(path) if Path.cwd().is_relative_to(ROOT) else str(path)
+    place = script if PACKAGE else list_arguments(script)[0]
     given = [
         format_setting(key, value)
         for key, value in settings.items()
         if key not in skipped and not is_embedded_path(value)
     ]
     start = "accelerate launch" if script.startswith("train/") else "python"
-    return " ".join([start, place, *given])
+    return name_commands(" ".join([start, place, *given]))
 
 
 def format_setting(key: str, value: Any) -> str:

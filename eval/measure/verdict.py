@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from conf.command.forms import name_commands
 from conf.command.run_record import (
     CHATS_PLACEHOLDER,
     PROMPTS_PLACEHOLDER,
@@ -30,13 +31,13 @@ WEAK_TAU = 1.5
 """tau below which a head saves no seconds: a step with a chain of four drafts costs 1.46 times one
 without (8B, H200)."""
 COSTS = f"{WEAK_TAU}, about the plain steps that a step with four drafts costs (8B, H200)"
-SUFFIXES = "eval/speedup.py compares it with suffixes, which need no training"
+SUFFIXES = name_commands("eval/speedup.py compares it with suffixes, which need no training")
 UNTRAINED = [name for name, needs in METHODS.items() if needs == "nothing"]
 """Methods that need neither training nor a second model."""
 TREES = "vLLM and llama.cpp run chains alone, SGLang also trees of EAGLE heads."
 """Why a head is judged by its chain. No serving engine mixes a head with suffixes."""
 NO_CHAIN = "Nothing says whether this head is worth serving, as no chain was measured"
-UNMEASURED = (
+UNMEASURED = name_commands(
     "No figures of this head lie beside it, so nothing says whether it is worth serving: measure "
     "it first (eval/acceptance.py)"
 )

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from conf.command.forms import name_commands
 from conf.errors import InputError
 from conf.files import split_gguf_path
 from conf.settings.export import ExportFormat
@@ -221,7 +222,7 @@ def format_readme(
         "## Verify\n\n"
         "`parity/parity.safetensors` holds hidden states of the target and the logits of the "
         "trained head on them. On any machine with Headsmith\n\n"
-        "```\npython scripts/verify_export.py DIR\n```\n\n"
+        f"```\n{name_commands('python scripts/verify_export.py')} DIR\n```\n\n"
         "computes the head again from these files alone, as the engine reads them, and compares.\n"
     )
 

@@ -282,7 +282,7 @@ def _make_quantization_config(quantization: Quantization, dtype: torch.dtype | s
     except ImportError as error:
         raise InputError(
             f"target.quantization={quantization.value} needs bitsandbytes: "
-            "pip install -e '.[quantize]'"
+            "pip install 'headsmith[quantize]'"
         ) from error
     if quantization is Quantization.int8:
         return BitsAndBytesConfig(load_in_8bit=True)

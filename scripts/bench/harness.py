@@ -12,18 +12,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from conf.command.clock import measure_seconds
+from conf.command.forms import PACKAGE, ROOT
 from conf.errors import InputError
 
-ROOT = Path(__file__).resolve().parents[2]
 Figures = Iterator[tuple[str, float]]
 """Names and values of a case, as soon as they are known."""
+PLACE = None if PACKAGE else ROOT
+"""Folder of workers. Python finds the modules of a clone in the current folder."""
 REPEATS = 3
 
 
@@ -100,9 +101,9 @@ def run_worker(
     Raises:
         InputError: the worker failed; the message has the end of its output.
     """
-    command = [*launch, "-m", f"scripts.bench.{worker}", json.dumps(job)]
+    command = [*launch, "-m", f"{__package__}.{worker}", json.dumps(job)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+        command, cwd=PLACE, env=environ, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise InputError(f"{launch[0]}: {job} failed:\n{done.stderr[-2000:]}")
@@ -121,8 +122,8 @@ class WorkerProcess:
     def __init__(self, worker: str, *words: str, **environ: str) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, which `end_process` closes
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"scripts.bench.{worker}", *words],
-            cwd=ROOT, env=os.environ | environ,
+            [sys.executable, "-m", f"{__package__}.{worker}", *words],
+            cwd=PLACE, env=os.environ | environ,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
         )  # fmt: skip
         self.pid = self._process.pid

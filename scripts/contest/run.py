@@ -52,6 +52,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
+from conf.command.forms import ROOT, list_arguments
 from conf.command.run_record import (
     check_unchanged,
     collect_changed_settings,
@@ -73,7 +74,6 @@ from heads.kinds import HEADS, build_variant_table
 from scripts import compare
 from scripts.quickstart import Stage
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "conf" / "head"
 SETTLED = ("max_steps", "num_epochs", "batch_size", "batch_tokens", "micro_batch_size", "resume")
 """Settings of `train` that the contest sets for all heads."""
@@ -235,7 +235,7 @@ def list_training_tasks(
     for entrant in entrants:
         folder = out_dir / "heads" / entrant.label
         command = [
-            sys.executable, *launcher, str(ROOT / "train" / f"{entrant.kind}.py"), *settings,
+            sys.executable, *launcher, *list_arguments(f"train/{entrant.kind}.py"), *settings,
             *entrant.overrides, f"train.max_steps={num_steps}", f"train.eval_steps={num_steps}",
             _format_argument("out_dir", folder),
         ]  # fmt: skip
@@ -269,7 +269,7 @@ def build_measuring_command(
     """Build a command that measures heads on the prompts."""
     first, *others = map(str, heads)
     return [
-        sys.executable, str(ROOT / script),
+        sys.executable, *list_arguments(script),
         *format_overrides("target", config.target), *format_overrides("data", config.prompts),
         _format_argument("head.path", first),
         *([_format_argument("heads", others)] if others else []),

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from conf.command.forms import name_commands
 from conf.errors import InputError
 from conf.files import find_local_path, split_gguf_path
 from data.rows.data_files import DATA_ENDINGS
@@ -296,7 +297,8 @@ def _format_usage(facts: CardFacts) -> str:
     return (
         "## Use\n\n"
         "Evaluate on your own prompts, with Headsmith:\n\n"
-        f"```\npython eval/acceptance.py head.path={facts.head_repo or facts.repo_id}{of_target} "
+        f"```\n{name_commands('python eval/acceptance.py')} "
+        f"head.path={facts.head_repo or facts.repo_id}{of_target} "
         f"data.path=my_prompts.jsonl\n```\n\n{serve}"
     )
 
@@ -315,8 +317,8 @@ def _format_exports(facts: CardFacts) -> str:
     parity = (
         "Parity: an independent reader, which only knows the engine's documented names, computes "
         "logits from the export, and compares them with the trained head's on the golden features "
-        "in `parity/`. Headsmith's `python scripts/verify_export.py FOLDER` checks it again on "
-        "the serving machine."
+        f"in `parity/`. Headsmith's `{name_commands('python scripts/verify_export.py')} FOLDER` "
+        "checks it again on the serving machine."
     )
     commands = [
         f"{export.format}: {export.target_problem}"

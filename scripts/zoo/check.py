@@ -34,6 +34,7 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
+from conf.command.forms import PACKAGE
 from conf.errors import InputError
 from conf.files import make_folder, write_atomically
 from conf.settings.eagle import EagleConfig
@@ -119,7 +120,7 @@ def main(config: TargetsRun) -> None:
     make_folder(out_dir / "found")
     targets = [name for name in names if name not in NO_TARGET]
     left = [name for name in targets if not get_result_path(out_dir, name).is_file()]
-    PROCESSES.set_forkserver_preload(["scripts.zoo.check"])
+    PROCESSES.set_forkserver_preload([f"{PACKAGE}scripts.zoo.check"])
     with tqdm(left, unit="model type") as bar:
         for name in bar:
             bar.set_postfix_str(name)

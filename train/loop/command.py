@@ -20,6 +20,7 @@ from accelerate import Accelerator, DistributedType
 from conf.command import run_record
 from conf.command.entry import Command
 from conf.command.environment import check_compile, find_missing_toolchain
+from conf.command.forms import PACKAGE, ROOT, name_commands
 from conf.command.run_record import collect_provenance, make_fingerprint, to_json
 from conf.errors import InputError
 from conf.settings.checks import AUTO
@@ -448,16 +449,19 @@ def print_end(outcome: Outcome, out_dir: Path, eval_path: str | None) -> None:
     else:
         head = out_dir / loop.STOPPED
         export = {"head.path": head, "format": "ENGINE", "out_dir": f"{out_dir}-stopped"}
-        words = [word for word in sys.argv if not word.startswith("train.resume=")]
+        place, *typed = sys.argv
+        script = os.path.relpath(place, ROOT) if PACKAGE else place
+        words = [script, *(word for word in typed if not word.startswith("train.resume="))]
         launcher, options = ["python"], ""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             launcher = ["accelerate", "launch"]
             options = " (with your options of accelerate launch)"
+        again = shlex.join([*launcher, *words, "train.resume=auto"])
         print(  # noqa: T201
             f"stopped at step {outcome.step}; continue with train.resume=auto\n"
             f"the head so far lies in {head}; to export it (your engine in place of ENGINE):\n"
             f"  {run_record.format_command('scripts/export.py', export)}\n\n"
-            f"next, train on{options}:\n  {shlex.join([*launcher, *words, 'train.resume=auto'])}"
+            f"next, train on{options}:\n  {name_commands(again)}"
         )
 
 
@@ -500,7 +504,8 @@ def format_verdict(evaluation: Mapping[str, float], num_tokens: int) -> str:
     elif figures[NUM_PROMPTS] < FEWEST_DIALOGUES or low is None or high is None:
         judged = (
             f"not to be published yet, as {tau} rests on {basis}; an interval takes "
-            f"{FEWEST_DIALOGUES} prompts, and a decision 50 or more (eval/acceptance.py)"
+            f"{FEWEST_DIALOGUES} prompts, and a decision 50 or more "
+            f"({name_commands('eval/acceptance.py')})"
         )
     elif high < WEAK_TAU:
         judged = f"not to be published, as {tau} ({basis}) lies below {COSTS}; {SUFFIXES}"

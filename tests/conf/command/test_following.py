@@ -20,7 +20,6 @@ from conf.settings.target import Dtype, TargetConfig
 from data.embedded import PROMPTS, TARGET_PATH
 from eval import speedup
 from heads.export.writer import choose_engine
-from scripts import quickstart
 from train.loop.command import build_measure_settings
 
 
@@ -101,7 +100,6 @@ def test_the_script_is_found_from_where_one_stands(tmp_path, monkeypatch) -> Non
 def test_a_command_that_another_one_started_keeps_it_to_itself(monkeypatch, capsys) -> None:
     following.print_next_command("train", {})
     assert pasted(capsys.readouterr().out)[0] == "eval/acceptance.py"
-    assert {*quickstart.PART_OF} == {following.PARENT_COMMAND_VARIABLE}
     monkeypatch.setenv(following.PARENT_COMMAND_VARIABLE, "quickstart")
     following.print_next_command("train", {})
     assert capsys.readouterr().out == ""

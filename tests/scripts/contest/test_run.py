@@ -105,7 +105,7 @@ def test_every_head_is_trained_alike(tmp_path: Path) -> None:
     config = settings(tmp_path, recipes=["medusa", "eagle3_1 head.num_steps=2"], seed=3)
     recipes = contest.parse_recipes(config.recipes)
     command = contest.list_training_tasks(config, recipes, tmp_path, 15)[1].command
-    assert command[:2] == [sys.executable, str(ROOT / "train/eagle.py")]
+    assert command[:2] == [sys.executable, "train/eagle.py"]
     assert {"head=eagle3_1", "head.num_steps=2", "train.max_steps=15", "train.batch_size=4",
             "train.resume=auto", "data.max_length=128", "seed=3"} <= set(command)  # fmt: skip
     config.launch = ["--num_processes", "2"]
