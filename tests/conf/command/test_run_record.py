@@ -46,6 +46,8 @@ def test_a_revision_is_that_of_this_checkout(monkeypatch: pytest.MonkeyPatch) ->
         "git", "-C", str(run_record.ROOT), "describe", "--always", "--abbrev=40", "--exclude=*",
         "--dirty=+changes",
     ]  # fmt: skip
+    monkeypatch.setattr(run_record, "PACKAGE", "headsmith.")  # inside the user's repository
+    assert git_revision() is None and len(asked) == 2
 
 
 @pytest.mark.parametrize(

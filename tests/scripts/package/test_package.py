@@ -1,10 +1,12 @@
 """The package `headsmith` as a wheel holds it, in a folder full of other people's modules."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from doors import COMMANDS, WORKERS
 
 from conf.command.forms import list_arguments, name_commands, shorten_script
 from conf.command.run_record import compute_code_checksum
+from conf.errors import InputError, format_error
 from scripts.package.build_hook import FOLDERS, list_files, rename_imports, write_package
-from scripts.package.console import JOURNEY
+from scripts.package.console import JOURNEY, main
 from tests.hub_server import TOKEN, HubServer
 
 RECORDER = """\
@@ -93,6 +96,7 @@ def test_texts_name_commands_in_the_form_that_was_typed(
     assert list_arguments("train/eagle.py") == [str(ROOT / "train/eagle.py")]
     monkeypatch.setattr("conf.command.forms.PACKAGE", "headsmith.")
     assert name_commands(text) == module
+    assert format_error(InputError(text), io.StringIO()) == f"error: {module}"
     assert list_arguments("train/eagle.py") == ["-m", "headsmith.train.eagle"]
     monkeypatch.setenv("HEADSMITH_CONSOLE", "1")
     assert name_commands(text) == console
@@ -103,6 +107,39 @@ def test_the_console_script_names_every_command() -> None:
     entries = {entry.removesuffix(".py") for entry in COMMANDS if not entry.startswith(WORKERS)}
     assert set(listed) == entries | {"scripts/quickstart", "scripts/verify_export"}
     assert len({shorten_script(script) for script in listed}) == len(listed)
+
+
+def test_the_console_script_starts_a_command_or_lists_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(
+        os, "execve",
+        lambda program, words, env: started.append((words, env["HEADSMITH_CONSOLE"])),
+    )  # fmt: skip
+    monkeypatch.setattr("conf.command.forms.PACKAGE", "headsmith.")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def type_words(words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["headsmith", *words.split()])
+        main()
+        return capsys.readouterr().out
+
+    python = [sys.executable, "-m"]
+    launch = ["accelerate.commands.launch", "-m", "headsmith.train.eagle", "head=hass"]
+    type_words("train eagle head=hass")
+    type_words("contest --help")
+    assert started == [
+        ([*python, *launch], "1"), ([*python, "headsmith.scripts.contest.run", "--help"], "1"),
+    ]  # fmt: skip
+    assert type_words("--version") == f"headsmith {version('headsmith')}\n"
+    listed = type_words("")
+    assert "\n  train medusa    Trains Medusa heads\n" in listed
+    assert listed == type_words("--help")
+    for wrong in ("train", "trian eagle", "train export"):
+        with pytest.raises(SystemExit, match=r"no such command; allowed: .*train eagle, .*, push"):
+            type_words(wrong)
+    assert len(started) == 2
 
 
 @pytest.fixture(scope="module")
