@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toys import save_target
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf.errors import InputError
 from conf.settings.target import Dtype, TargetConfig
@@ -203,3 +205,20 @@ def test_sinks_and_soft_caps_go_without_sdpa(family: str, checked: list, tmp_pat
     assert checked == ["eager"]
     load_target(settings(folder), CPU)
     assert checked == ["eager"]
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2"])
+def test_a_text_read_token_by_token_is_that_of_one_pass(model_type: str) -> None:
+    """Mamba takes a mask of the whole text for one of the new token."""
+    sizes = {"num_heads": 8, "head_dim": 16, "n_groups": 2} if model_type == "mamba2" else {}
+    config = AutoConfig.for_model(
+        model_type, vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=16, **sizes
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    target, ids = SimpleNamespace(model=model, config=config), torch.arange(3, 15)[None]
+    torch.testing.assert_close(
+        checking._compute_decoded_logits(target, ids, 4),
+        checking._compute_own_logits(target, ids, 4),
+        atol=1e-4, rtol=0,
+    )  # fmt: skip
