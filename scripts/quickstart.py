@@ -155,7 +155,9 @@ def main(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=AGAIN, description="Train, measure and export heads of the embedded default."
+    )
     parser.add_argument(
         "out_dir", nargs="?", type=Path, default="outputs/quickstart",
         help="folder of heads and results, outputs/quickstart if unset; what is done is kept",

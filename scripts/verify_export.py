@@ -21,7 +21,10 @@ from eval.parity.parity_check import FORMATS, check_parity
 
 def main() -> int:
     """Print one line per check; return 0 if the export computes the trained head, otherwise 2."""
-    parser = argparse.ArgumentParser(description=name_commands((__doc__ or "").splitlines()[0]))
+    parser = argparse.ArgumentParser(
+        prog=name_commands("scripts/verify_export.py"),
+        description=name_commands((__doc__ or "").splitlines()[0]),
+    )
     parser.add_argument("folder", type=Path, help="the folder of the export")
     parser.add_argument(
         "--format", choices=FORMATS, help="the engine, if headsmith.json does not name it"

@@ -7,8 +7,10 @@
 import ast
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.metadata import version
 
 from conf.command.forms import CONSOLE_VARIABLE, ROOT, list_arguments, name_commands, shorten_script
@@ -30,6 +32,7 @@ JOURNEY = {
     ),
 }  # fmt: skip
 """Scripts, without their ending, by what a user wants."""
+HELP = {"--help", "-h"}
 
 
 def main() -> None:
@@ -38,19 +41,40 @@ def main() -> None:
     if words in (["--version"], ["-V"]):
         print(f"headsmith {version('headsmith')}")
         return
-    if not words or words[0] in ("--help", "-h"):
+    if not words or words[0] in HELP or (words[0] == "train" and {*words[1:]} <= HELP):
         print("\n".join(iter_lines()))
         return
     scripts = {shorten_script(script): script for names in JOURNEY.values() for script in names}
     length = 2 if words[0] == "train" else 1
     name = " ".join(words[:length])
     if name not in scripts:
-        sys.exit(f"error: headsmith {name}: no such command; allowed: {', '.join(scripts)}")
-    start = [sys.executable]
+        meant = get_close_matches(name, scripts, n=1)
+        hint = f"try headsmith {meant[0]}; " if meant else ""
+        print(
+            f"error: headsmith {name}: no such command; {hint}allowed: {', '.join(scripts)}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    arguments = [*list_arguments(f"{scripts[name]}.py"), *words[length:]]
+    os.environ[CONSOLE_VARIABLE] = "1"
     if length == 2:
-        start += ["-m", "accelerate.commands.launch"]
-    arguments = [*start, *list_arguments(f"{scripts[name]}.py"), *words[length:]]
-    os.execve(sys.executable, arguments, os.environ | {CONSOLE_VARIABLE: "1"})
+        launch_training(arguments)
+    else:
+        os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def launch_training(arguments: list[str]) -> None:
+    """Run a training as `accelerate launch` does; exit with its code if it fails.
+
+    accelerate's own command prints a traceback of itself below the error of a training.
+    """
+    from accelerate.commands import launch
+
+    sys.argv[1:] = arguments
+    try:
+        launch.main()
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
 
 
 def iter_lines() -> Iterator[str]:

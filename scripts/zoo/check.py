@@ -120,7 +120,9 @@ def main(config: TargetsRun) -> None:
     make_folder(out_dir / "found")
     targets = [name for name in names if name not in NO_TARGET]
     left = [name for name in targets if not get_result_path(out_dir, name).is_file()]
-    PROCESSES.set_forkserver_preload([f"{PACKAGE}scripts.zoo.check"])
+    # Most of what this module imports. Python warns of a main module that is there already.
+    preload = ("scripts.zoo.tiny_targets", "eval.measure.replay", "train.eagle")
+    PROCESSES.set_forkserver_preload([f"{PACKAGE}{module}" for module in preload])
     with tqdm(left, unit="model type") as bar:
         for name in bar:
             bar.set_postfix_str(name)

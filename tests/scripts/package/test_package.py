@@ -112,34 +112,47 @@ def test_the_console_script_names_every_command() -> None:
 def test_the_console_script_starts_a_command_or_lists_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[tuple[list[str], str]] = []
-    monkeypatch.setattr(
-        os, "execve",
-        lambda program, words, env: started.append((words, env["HEADSMITH_CONSOLE"])),
-    )  # fmt: skip
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+
+    def launch() -> None:
+        started.append(sys.argv[1:])
+        if "head=gone" in sys.argv:
+            raise subprocess.CalledProcessError(2, "python")
+
+    monkeypatch.setattr("accelerate.commands.launch.main", launch)
     monkeypatch.setattr("conf.command.forms.PACKAGE", "headsmith.")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(os, "environ", {**os.environ, "COLUMNS": "100"})
 
     def type_words(words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["headsmith", *words.split()])
         main()
         return capsys.readouterr().out
 
-    python = [sys.executable, "-m"]
-    launch = ["accelerate.commands.launch", "-m", "headsmith.train.eagle", "head=hass"]
-    type_words("train eagle head=hass")
-    type_words("contest --help")
-    assert started == [
-        ([*python, *launch], "1"), ([*python, "headsmith.scripts.contest.run", "--help"], "1"),
-    ]  # fmt: skip
     assert type_words("--version") == f"headsmith {version('headsmith')}\n"
     listed = type_words("")
     assert "\n  train medusa    Trains Medusa heads\n" in listed
-    assert listed == type_words("--help")
-    for wrong in ("train", "trian eagle", "train export"):
-        with pytest.raises(SystemExit, match=r"no such command; allowed: .*train eagle, .*, push"):
+    assert listed == type_words("--help") == type_words("train") == type_words("train --help")
+    assert "HEADSMITH_CONSOLE" not in os.environ
+    type_words("train eagle head=hass")
+    type_words("contest --help")
+    assert os.environ["HEADSMITH_CONSOLE"] == "1"
+    with pytest.raises(SystemExit, match=r"^2$"):
+        type_words("train eagle head=gone")
+    assert started == [
+        ["-m", "headsmith.train.eagle", "head=hass"],
+        [sys.executable, "-m", "headsmith.scripts.contest.run", "--help"],
+        ["-m", "headsmith.train.eagle", "head=gone"],
+    ]
+    for wrong, hint in (
+        ("train eagel", "train eagle"), ("quickstrat", "quickstart"), ("train export", ""),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=r"^2$"):
             type_words(wrong)
-    assert len(started) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: headsmith {wrong}: no such command; ")
+        assert f"; try headsmith {hint}; allowed: quickstart, " in said or not hint
+    assert len(started) == 3
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +251,8 @@ def test_help_of_every_command_is_that_of_the_clone(
     found = run(site, place, "-c", code, " ".join(f"headsmith.{name}" for name in names))
     monkeypatch.setattr("conf.command.forms.PACKAGE", "headsmith.")
     monkeypatch.setattr("conf.command.forms.ROOT", site / "headsmith")
-    assert found.split() == name_commands(clone).split()
+    named = name_commands(clone.replace("make quickstart", "headsmith quickstart"))
+    assert found.split() == named.split()
     assert "[out_dir]" in found and "python -m headsmith.scripts.verify_export" in found
     assert found.count("--hydra-help") == len(COMMANDS)
 
