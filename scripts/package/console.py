@@ -7,6 +7,7 @@
 import ast
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,15 +67,18 @@ def main() -> None:
 def launch_training(arguments: list[str]) -> None:
     """Run a training as `accelerate launch` does; exit with its code if it fails.
 
-    accelerate's own command prints a traceback of itself below the error of a training.
+    accelerate's own command prints a traceback of itself below the error of a training. At Ctrl-C
+    it ends before the training has saved, which this one waits for.
     """
     from accelerate.commands import launch
 
     sys.argv[1:] = arguments
+    signal.signal(signal.SIGINT, lambda *_: None)  # the training has its own handler
     try:
         launch.main()
     except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
+        code = error.returncode
+        sys.exit(code if code >= 0 else 128 - code)
 
 
 def iter_lines() -> Iterator[str]:

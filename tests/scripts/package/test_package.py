@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -119,8 +120,12 @@ def test_the_console_script_starts_a_command_or_lists_them(
         started.append(sys.argv[1:])
         if "head=gone" in sys.argv:
             raise subprocess.CalledProcessError(2, "python")
+        if "head=long" in sys.argv:
+            raise subprocess.CalledProcessError(-15, "python")
 
+    handled: list[int] = []
     monkeypatch.setattr("accelerate.commands.launch.main", launch)
+    monkeypatch.setattr("signal.signal", lambda number, _: handled.append(number))
     monkeypatch.setattr("conf.command.forms.PACKAGE", "headsmith.")
     monkeypatch.setattr(os, "environ", {**os.environ, "COLUMNS": "100"})
 
@@ -139,10 +144,14 @@ def test_the_console_script_starts_a_command_or_lists_them(
     assert os.environ["HEADSMITH_CONSOLE"] == "1"
     with pytest.raises(SystemExit, match=r"^2$"):
         type_words("train eagle head=gone")
+    with pytest.raises(SystemExit, match=r"^143$"):
+        type_words("train eagle head=long")
+    assert handled == [signal.SIGINT] * 3  # before each training
     assert started == [
         ["-m", "headsmith.train.eagle", "head=hass"],
         [sys.executable, "-m", "headsmith.scripts.contest.run", "--help"],
         ["-m", "headsmith.train.eagle", "head=gone"],
+        ["-m", "headsmith.train.eagle", "head=long"],
     ]
     for wrong, hint in (
         ("train eagel", "train eagle"), ("quickstrat", "quickstart"), ("train export", ""),
@@ -152,7 +161,7 @@ def test_the_console_script_starts_a_command_or_lists_them(
         said = capsys.readouterr().err
         assert said.startswith(f"error: headsmith {wrong}: no such command; ")
         assert f"; try headsmith {hint}; allowed: quickstart, " in said or not hint
-    assert len(started) == 3
+    assert len(started) == 4
 
 
 @pytest.fixture(scope="module")
