@@ -71,12 +71,8 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     """List the stages from the target's own answers to the speed of a head in two engines."""
     target, answers = f"target.path={model}", out_dir / "answers/conversations.jsonl"
     features, trained, exported = out_dir / "features", out_dir / "eagle3", out_dir / "llamacpp"
-    regenerate = [
-        *list_arguments("scripts/regenerate.py"),
-        target,
-        f"data.path={PROMPTS}",
-        *ANSWERS,
-    ]
+    prompts = f"data.path={PROMPTS}"
+    regenerate = [*list_arguments("scripts/regenerate.py"), target, prompts, *ANSWERS]
     capture = [*list_arguments("scripts/capture.py"), target, f"data.path={answers}", *CAPTURE]
     train = ["-m", *LAUNCH, *list_arguments("train/eagle.py"), f"data.features={features}", *TRAIN]
     if trained.is_dir() and any(trained.iterdir()):
@@ -94,11 +90,9 @@ def list_stages(out_dir: Path, model: Path) -> list[Stage]:
     stages = [Stage(name, result, [sys.executable, *rest]) for name, result, rest in rows]
     settings = {"target": str(model), "head": str(exported), "num_threads": count_threads()}
     result = out_dir / "llamacpp.json"
-    measure = [
-        *list_arguments("scripts/bench/llamacpp_speed.py"),
-        json.dumps(settings | LLAMACPP_SPEED),
-    ]
-    stages.append(Stage("llama.cpp", result, [str(LLAMACPP), *measure, str(result)]))
+    measure = [str(LLAMACPP), *list_arguments("scripts/bench/llamacpp_speed.py")]
+    speed = json.dumps(settings | LLAMACPP_SPEED)
+    stages.append(Stage("llama.cpp", result, [*measure, speed, str(result)]))
     return stages
 
 

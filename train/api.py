@@ -215,10 +215,8 @@ def training_objective(
             raise InputError(f"head={head}: no such recipe; allowed: {', '.join(known)}")
         training, recipe = known[head], head
     else:
-        training, recipe = (
-            import_module(f"{__package__}.{kinds.find_kind_name(head)}").main,
-            head.variant,
-        )
+        kind = kinds.find_kind_name(head)
+        training, recipe = import_module(f"{__package__}.{kind}").main, head.variant
     chosen = [f"head={recipe}"] if recipe in training.command.recipes else []
     try:
         changed = OmegaConf.merge(training.command.compose_settings(chosen).head, settings)

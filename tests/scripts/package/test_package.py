@@ -218,8 +218,8 @@ def test_everything_that_git_knows_is_in_the_package(site: Path) -> None:
     assert found == {*list_files(ROOT), "__init__.py", "py.typed"} - {
         "scripts/package/headsmith.py"
     }
+    names = "|".join(FOLDERS)
     for path in (site / "headsmith").rglob("*.py"):
-        names = "|".join(FOLDERS)
         assert not re.search(rf"^\s*(?:from|import) (?:{names})[ .]", path.read_text(), re.M), path
 
 
